@@ -1,0 +1,117 @@
+"""The front door that the project's own implementations share: it checks a call and fills in its defaults.
+
+Every error names the argument, the value it had and what would do.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from impls.spec import Alignment
+
+BLOCK = 128  # a block mask has one entry for each 128 x 128 block of scores
+MAX_DIM = 256
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Call(NamedTuple):
+    """A checked call. Sizes are positive; `groups` query heads share each key head."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    groups: int
+    queries: int
+    keys: int
+    dim: int
+    scale: float
+    is_causal: bool
+    offset: int  # with is_causal, query i sees key j when j <= i + offset: 0 top-left, keys - queries bottom-right
+    dropout_p: float
+    dropout_seed: int
+
+    @property
+    def dropout_threshold(self) -> int:
+        """A weight is dropped when the first Philox word w < dropout_threshold, that is w < p 2^32."""
+        return math.ceil(self.dropout_p * 2.0**32)
+
+
+def check_call(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys dim"],
+    *,
+    is_causal: bool = False,
+    causal_alignment: Alignment = "top_left",
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    block_mask: Bool[Tensor, "batch_or_1 heads_or_1 query_blocks key_blocks"] | None = None,
+) -> Call:
+    """Checks the arguments of an attention call and resolves its defaults.
+
+    Raises TypeError for an argument of the wrong kind and ValueError for one with a wrong value.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: {type(tensor).__name__} is not a tensor; give a torch.Tensor of shape [batch, heads, length, dim]")
+        if tensor.ndim != 4:
+            raise ValueError(f"{name}: shape {list(tensor.shape)} has {tensor.ndim} dimensions; give four, [batch, heads, length, dim]")
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(f"{name}: dtype {tensor.dtype} is not taken; give float32, float16 or bfloat16")
+        if 0 in tensor.shape:
+            raise ValueError(f"{name}: shape {list(tensor.shape)} is empty; every size is at least 1")
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{name}: dtype {tensor.dtype} differs from query's {query.dtype}; give all three the same")
+        if tensor.device != query.device:
+            raise ValueError(f"{name}: device {tensor.device} differs from query's {query.device}; put all three on one device")
+    batch, heads, queries, dim = query.shape
+    kv_heads, keys = key.shape[1], key.shape[2]
+    if key.shape[0] != batch:
+        raise ValueError(f"key: batch {key.shape[0]} differs from query's {batch}")
+    if key.shape[3] != dim:
+        raise ValueError(f"key: head dim {key.shape[3]} differs from query's {dim}")
+    if value.shape != key.shape:
+        raise ValueError(f"value: shape {list(value.shape)} differs from key's {list(key.shape)}; they must be equal")
+    if dim > MAX_DIM:
+        raise ValueError(f"query: head dim {dim} is larger than {MAX_DIM}, the largest taken")
+    if heads != kv_heads and not enable_gqa:
+        raise ValueError(f"key: {kv_heads} heads for query's {heads}; give equal numbers, or enable_gqa=True to share key heads")
+    if heads % kv_heads:
+        raise ValueError(f"key: {kv_heads} heads do not divide query's {heads}; with enable_gqa query's heads are a multiple of key's")
+    if causal_alignment not in ("top_left", "bottom_right"):
+        raise ValueError(f"causal_alignment: {causal_alignment!r} is unknown; give 'top_left' or 'bottom_right'")
+    if scale is None:
+        scale = 1.0 / math.sqrt(dim)
+    elif isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"scale: {scale!r} is not a number; give a finite float, or None for 1/sqrt(dim)")
+    elif not math.isfinite(scale):
+        raise ValueError(f"scale: {scale} is not finite; give a finite float, or None for 1/sqrt(dim)")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p: {dropout_p} is outside [0, 1)")
+    if not 0 <= dropout_seed < 2**64:
+        raise ValueError(f"dropout_seed: {dropout_seed} is outside [0, 2^64)")
+    if block_mask is not None:
+        _check_block_mask(block_mask, query, keys)
+    offset = keys - queries if causal_alignment == "bottom_right" else 0
+    return Call(batch, heads, kv_heads, heads // kv_heads, queries, keys, dim, float(scale), bool(is_causal), offset, float(dropout_p), int(dropout_seed))
+
+
+def _check_block_mask(block_mask: Tensor, query: Tensor, keys: int) -> None:
+    if not isinstance(block_mask, Tensor) or block_mask.dtype != torch.bool:
+        raise TypeError(f"block_mask: {getattr(block_mask, 'dtype', type(block_mask).__name__)} is not boolean; give a torch.bool tensor")
+    batch, heads, queries, _ = query.shape
+    blocks = (math.ceil(queries / BLOCK), math.ceil(keys / BLOCK))
+    shape = tuple(block_mask.shape)
+    if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2:] != blocks:
+        raise ValueError(
+            f"block_mask: shape {list(shape)} does not fit; give [1 or {batch}, 1 or {heads}, {blocks[0]}, {blocks[1]}], "
+            f"an entry for each {BLOCK} x {BLOCK} block of scores"
+        )
+    if block_mask.device != query.device:
+        raise ValueError(f"block_mask: device {block_mask.device} differs from query's {query.device}")

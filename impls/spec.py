@@ -1,0 +1,82 @@
+"""What an implementation says of itself: what it supports, and the arithmetic it does.
+
+A claim is data. Every check reads it, none asks for a name: `Supports` decides which cases an implementation is given, `Arithmetic`
+decides how large its error may be (`oracles/bounds.py` turns it into a bound).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+Device = Literal["cpu", "cuda"]
+Alignment = Literal["top_left", "bottom_right"]
+
+DTYPES: tuple[Dtype, ...] = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supports:
+    """The inputs that an implementation takes, and the promises it makes about them.
+
+    The defaults are a modest kernel: full attention, forward and backward, in three dtypes. Inputs outside are never given to it, and the
+    report shows them as not claimed.
+    """
+
+    dtypes: tuple[Dtype, ...] = DTYPES
+    devices: tuple[Device, ...] = ("cpu", "cuda")
+    backward: bool = True
+    causal: tuple[Alignment, ...] = ()
+    scale: Literal["default", "positive", "finite"] = "default"  # "finite" takes zero and negative scales too
+    grouped_heads: bool = False
+    cross_lengths: bool = False  # queries != keys
+    strided: bool = False  # any strides: transposed, sliced, expanded; inputs and output gradients
+    block_mask: bool = False
+    dropout: bool = False
+    lse: bool = False  # return_lse=True answers (out, lse)
+    dims: tuple[int, int] = (1, 256)  # smallest and largest head dim
+    dim_multiple: int = 1  # head dims are multiples of this
+    masked_nan: bool = False  # NaN inside a masked key or value changes nothing
+    deterministic: bool = False  # two runs agree bitwise
+    batch_invariant: bool = False  # a slice of a batch agrees bitwise with the batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """The roundings that an implementation makes, for one dtype on one kind of device.
+
+    The defaults are FlashAttention's on plain floating-point units: exact products summed in float32, weights cast to the input dtype before
+    the second product, gradients summed in float32 and rounded once.
+    """
+
+    accumulate: Literal["fma", "tensor_core", "float64"] = "fma"  # tensor cores truncate: twice the unit roundoff
+    products: Literal["exact", "3xtf32", "tf32"] = "exact"  # what float32 operands are rounded to before they are multiplied
+    weights: Literal["input", "float32"] = "input"  # what P and dS are cast to before the second product
+    gradients: Literal["float32", "input"] = "float32"  # where the contributions of tiles to a gradient are added up
+    exp_ulps: float = 2.0  # error of the exponential, in units of the last place
+    key_tile: int | None = None  # keys per step of the online softmax; None: unknown, taken at its worst
+    query_tile: int | None = None  # queries per step of the backward, for gradients="input"
+
+
+def arithmetic_of_flash(dtype: Dtype, device: Device) -> Arithmetic:
+    """FlashAttention's arithmetic, as a bare callable is taken to have it: float32 in IEEE arithmetic, 16 bit on tensor cores where there are any."""
+    on_tensor_cores = device == "cuda" and dtype != "float32"
+    return Arithmetic(accumulate="tensor_core" if on_tensor_cores else "fma")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """One attention function under verification.
+
+    `attention(query, key, value, *, is_causal=False, scale=None, enable_gqa=False, ...) -> out` with torch's meaning: query
+    [batch, heads, queries, dim], key and value [batch, kv_heads, keys, dim], out like query, gradients by autograd. Keywords beyond torch's, given only
+    where `supports` names them: `causal_alignment`, `block_mask`, `dropout_p` with `dropout_seed`, `return_lse`.
+    """
+
+    name: str
+    attention: Callable[..., object]
+    supports: Supports = Supports()
+    arithmetic: Callable[[Dtype, Device], Arithmetic] = arithmetic_of_flash
+    summary: str = ""  # one sentence for the report
+    missing: Callable[[Device], str | None] = lambda device: None  # why it cannot run there ("CUDA: no device"), or None
+    bare: bool = False  # a callable taken as it stands: what it refuses with a clear exception is not a failure

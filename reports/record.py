@@ -1,0 +1,161 @@
+"""Records: what a run found, one JSON object a line, appended while the run goes, so that nothing is lost when it dies."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+Tensor = Literal["out", "lse", "dq", "dk", "dv"]
+Certainty = Literal["certified", "bounded", "sampled", "exact"]
+Status = Literal["passed", "failed", "refused", "known defect"]
+
+
+class Environment(msgspec.Struct, tag="environment", kw_only=True, frozen=True):
+    """Where and when a run took place. The first record of a run."""
+
+    run: str  # joins the records of one run
+    date: str  # ISO 8601, UTC
+    commit: str  # of flashproof; ends in "+" when the tree had changes
+    device: str  # "NVIDIA H200" or the CPU's name
+    kind: Literal["cpu", "cuda"]
+    versions: dict[str, str]  # {"python": ..., "torch": ..., "triton": ..., "cuda": ..., "driver": ...}, what is there
+    command: str
+
+
+class Claim(msgspec.Struct, tag="claim", kw_only=True, frozen=True):
+    """What an implementation said of itself in a run."""
+
+    run: str
+    implementation: str
+    summary: str
+    supports: dict[str, str | int | float | bool | list[str] | list[int]]  # the fields of impls.spec.Supports
+    arithmetic: dict[str, dict[str, str | int | float | None]]  # "float16 on cuda" -> the fields of impls.spec.Arithmetic
+    bare: bool
+
+
+class Element(msgspec.Struct, kw_only=True, frozen=True):
+    """The element with the largest error over its bound."""
+
+    index: tuple[int, ...]
+    got: float | str  # "nan", "inf", "-inf" as text: JSON has no such numbers
+    exact: float | str
+    error: float | str
+    bound: float
+    note: str = ""  # "one of 518 visible keys holds 99.8 % of the row"
+
+
+class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
+    """One tensor of one case, judged. A fault of the kernel (exception, hang, crash) is a judgement without figures and with its message.
+
+    Also one yes-or-no property (bitwise repeatability, non-interference): then `rho` is None and `message` says what differed.
+    """
+
+    run: str
+    implementation: str
+    check: str  # "accuracy/forward"
+    case: str  # the line that repeats it
+    dtype: str
+    device: Literal["cpu", "cuda"]
+    status: Status
+    tensor: Tensor | None = None
+    rho: float | str | None = None  # error over the deterministic bound
+    rho_statistical: float | str | None = None  # error over the probabilistic bound, where it gates (float32 on FMA units)
+    bias: float | None = None  # in output ulps (16 bit) or in bounds (float32); mean signed error less that of the rounded exact result
+    bias_error: float | None = None  # its standard error
+    bias_allowance: float | None = None
+    certainty: Certainty | None = None
+    worst: Element | None = None
+    seconds: float = 0.0
+    message: str = ""  # of a failure, a refusal, a known defect: what was seen, in words
+    axes: dict[str, float] = {}  # where the case stands in a sweep: {"queries": 1024, "magnitude": 8.0, "score": 88.5}
+
+
+class Memory(msgspec.Struct, tag="memory", kw_only=True, frozen=True):
+    """Memory beyond inputs and outputs, at one sequence length."""
+
+    run: str
+    implementation: str
+    device: Literal["cpu", "cuda"]
+    dtype: str
+    direction: Literal["forward", "backward"]
+    length: int  # queries = keys
+    heads: int  # batch times heads
+    dim: int
+    matrix_bytes: int  # of the full attention matrix in this dtype
+    measured_bytes: int
+    method: Literal["allocator", "counted"]
+
+
+class Traffic(msgspec.Struct, tag="traffic", kw_only=True, frozen=True):
+    """Bytes that a kernel reads and writes, counted, beside the paper's formula."""
+
+    run: str
+    implementation: str
+    dtype: str
+    direction: Literal["forward", "backward"]
+    length: int
+    dim: int
+    query_tile: int
+    key_tile: int
+    read_bytes: int
+    written_bytes: int
+    formula: str  # the formula in words, with its source
+    formula_read_bytes: int
+    formula_written_bytes: int
+
+
+class Curve(msgspec.Struct, tag="curve", kw_only=True, frozen=True):
+    """A named curve of a chart that no judgement draws, such as the naive softmax that overflows at 88.72."""
+
+    run: str
+    chart: str  # "overflow"
+    series: str  # "naive, no maximum"
+    device: Literal["cpu", "cuda"]
+    x: list[float]
+    y: list[float | None]  # None where the value is not finite
+    x_title: str
+    y_title: str
+
+
+class Resources(msgspec.Struct, tag="resources", kw_only=True, frozen=True):
+    """What the compiler said of a GPU kernel, with no GPU."""
+
+    run: str
+    implementation: str
+    kernel: str
+    target: str  # "sm_90"
+    dtype: str
+    dim: int
+    causal: bool
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    shipped: bool  # at the tile sizes that are shipped
+
+
+Record = Environment | Claim | Judgement | Memory | Traffic | Curve | Resources
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Record)
+
+
+def append(path: Path, record: Record) -> None:
+    """Adds one record as a line. A line is written whole, so a crash between two leaves every earlier one readable."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        file.write(_encoder.encode(record) + b"\n")
+
+
+def read(path: Path) -> Iterator[Record]:
+    """The records of a file, in order. Raises ValueError naming the file and the line that cannot be read; a torn last line is passed over."""
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            yield _decoder.decode(line)
+        except msgspec.MsgspecError as error:
+            if number == len(lines):  # no newline behind it: the writer died in the middle of the line
+                return
+            raise ValueError(f"{path}, line {number}: not a record of flashproof ({error})") from error

@@ -1,0 +1,269 @@
+"""Cases: the description of one input, and the tensors it stands for.
+
+A case prints as one line and is rebuilt from it, bit for bit, on any machine: its numbers come from NumPy's Philox bit stream through integer
+arithmetic, never through a library's normal generator.
+"""
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from impls.spec import Dtype, Supports
+from oracles.masks import BLOCK, Dropout, Mask
+from oracles.problem import Problem
+
+Masking = Literal["full", "causal", "causal-br"]
+Family = Literal["normal", "outliers", "sharp", "positive", "spike", "ties", "uniform"]
+Layout = Literal["contiguous", "transposed", "sliced", "expanded"]
+
+FAMILIES: dict[Family, str] = {
+    "normal": "standard normal entries",
+    "outliers": "standard normal, and one entry in a thousand ten times larger (FlashAttention-3, section 4.3)",
+    "sharp": "queries four times larger: a few keys hold each row",
+    "positive": "values of one sign",
+    "spike": "one key's score lifted by the magnitude",
+    "ties": "every key occurs four times: tied maxima",
+    "uniform": "queries of zero: every visible key weighs the same",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One input. `str(case)` is the line to copy, `Case.parse` reads it.
+
+    magnitude multiplies queries (in family spike it is the lift of one score); shift adds a constant to every score, through one coordinate.
+    """
+
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 0  # 0: as many as heads
+    queries: int = 128
+    keys: int = 0  # 0: as many as queries
+    dim: int = 64
+    dtype: Dtype = "float32"
+    mask: Masking = "full"
+    blocks: float | None = None  # the share of visible blocks of a random block mask; None: no block mask
+    family: Family = "normal"
+    magnitude: float = 1.0
+    shift: float = 0.0
+    scale: float | None = None
+    dropout: float = 0.0
+    layout: Layout = "contiguous"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "keys", self.keys or self.queries)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads: {self.kv_heads} does not divide heads {self.heads}")
+        if min(self.batch, self.heads, self.queries, self.keys, self.dim) < 1:
+            raise ValueError(f"case: every size is at least 1 in {self!r}")
+
+    def __str__(self) -> str:
+        heads = f"h{self.heads}" if self.kv_heads == self.heads else f"h{self.heads}/{self.kv_heads}"
+        words = [f"b{self.batch}", heads, f"q{self.queries}", f"k{self.keys}", f"d{self.dim}", self.dtype, self.mask]
+        if self.blocks is not None:
+            words.append("blocks" + _digits(self.blocks))
+        words.append(self.family)
+        if self.magnitude != 1.0:
+            words.append("x" + _digits(self.magnitude))
+        if self.shift:
+            words.append("shift" + _digits(self.shift))
+        if self.scale is not None:
+            words.append("scale" + _digits(self.scale))
+        if self.dropout:
+            words.append("dropout" + _digits(self.dropout))
+        if self.layout != "contiguous":
+            words.append(self.layout)
+        return " ".join([*words, f"seed{self.seed}"])
+
+    @classmethod
+    def parse(cls, line: str) -> "Case":
+        """Reads a case's line. Words may stand in any order; what is left out keeps its default. Raises ValueError naming the word."""
+        fields: dict[str, object] = {}
+        for word in line.split():
+            fields |= _parse_word(word)
+        return cls(**fields)  # type: ignore[arg-type]
+
+    def with_dtype(self, dtype: Dtype) -> "Case":
+        """The same case in another dtype."""
+        return replace(self, dtype=dtype)
+
+
+def _digits(number: float) -> str:
+    """The shortest digits that read back as the same number."""
+    return repr(number).removesuffix(".0")
+
+
+_NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
+_WORDS: tuple[tuple[str, dict[str, type]], ...] = (
+    (r"b(\d+)", {"batch": int}),
+    (r"h(\d+)", {"heads": int}),
+    (r"h(\d+)/(\d+)", {"heads": int, "kv_heads": int}),
+    (r"q(\d+)", {"queries": int}),
+    (r"k(\d+)", {"keys": int}),
+    (r"d(\d+)", {"dim": int}),
+    (rf"blocks{_NUMBER}", {"blocks": float}),
+    (rf"x{_NUMBER}", {"magnitude": float}),
+    (rf"shift{_NUMBER}", {"shift": float}),
+    (rf"scale{_NUMBER}", {"scale": float}),
+    (rf"dropout{_NUMBER}", {"dropout": float}),
+    (r"seed(\d+)", {"seed": int}),
+)
+
+
+def _parse_word(word: str) -> dict[str, object]:
+    for field, kind in (("dtype", Dtype), ("mask", Masking), ("family", Family), ("layout", Layout)):
+        if word in get_args(kind):
+            return {field: word}
+    for pattern, fields in _WORDS:
+        if match := re.fullmatch(pattern, word):
+            return {field: kind(text) for (field, kind), text in zip(fields.items(), match.groups(), strict=True)}
+    raise ValueError(f"case: the word {word!r} is unknown; a case looks like '{Case(family='spike', magnitude=30.0, seed=7)}'")
+
+
+def not_claimed(case: Case, supports: Supports) -> str | None:
+    """Why a claim leaves this case out, or None when it covers it."""
+    rules = (
+        (case.dtype in supports.dtypes, f"dtype {case.dtype}"),
+        (supports.dims[0] <= case.dim <= supports.dims[1] and case.dim % supports.dim_multiple == 0, f"head dim {case.dim}"),
+        (case.queries == case.keys or supports.cross_lengths, "queries != keys"),
+        (case.kv_heads == case.heads or supports.grouped_heads, "grouped heads"),
+        (case.mask != "causal" or "top_left" in supports.causal, "causal, top-left"),
+        (case.mask != "causal-br" or "bottom_right" in supports.causal, "causal, bottom-right"),
+        (case.blocks is None or supports.block_mask, "block mask"),
+        (case.scale is None or supports.scale != "default", "scale"),
+        (case.scale is None or case.scale > 0 or supports.scale == "finite", "scale that is zero or negative"),
+        (not case.dropout or supports.dropout, "dropout"),
+        (case.layout == "contiguous" or supports.strided, f"{case.layout} inputs"),
+    )
+    return next((feature for covered, feature in rules if not covered), None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------- tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """The tensors of a case, on one device. Contiguous ones stand inside a larger buffer of NaN: memory that they do not own."""
+
+    query: Float[Tensor, "batch heads queries dim"]
+    key: Float[Tensor, "batch kv_heads keys dim"]
+    value: Float[Tensor, "batch kv_heads keys dim"]
+    dout: Float[Tensor, "batch heads queries dim"]
+    block_mask: Bool[Tensor, "batch heads query_blocks key_blocks"] | None
+
+    def problem(self, case: Case) -> Problem:
+        """What the oracles are asked."""
+        alignment: dict[str, Literal["top_left", "bottom_right"]] = {"causal": "top_left", "causal-br": "bottom_right"}
+        return Problem(
+            query=self.query,
+            key=self.key,
+            value=self.value,
+            dout=self.dout,
+            scale=1.0 / math.sqrt(case.dim) if case.scale is None else case.scale,
+            mask=Mask(case.queries, case.keys, alignment.get(case.mask), self.block_mask),
+            dropout=Dropout(case.dropout, dropout_seed(case)),
+        )
+
+
+def dropout_seed(case: Case) -> int:
+    """The 64-bit dropout seed of a case; both of its words are in use."""
+    return (case.seed + 1) * 0x9E3779B97F4A7C15 % 2**64
+
+
+def inputs(case: Case, device: str | torch.device = "cpu") -> Inputs:
+    """Builds the tensors of a case. Values are exact in the case's dtype and do not depend on the machine."""
+    query = _normal(case, 0, (case.batch, case.heads, case.queries, case.dim))
+    key = _normal(case, 1, (case.batch, case.kv_heads, case.keys, case.dim))
+    value = _normal(case, 2, (case.batch, case.kv_heads, case.keys, case.dim))
+    dout = _normal(case, 3, (case.batch, case.heads, case.queries, case.dim))
+    scale = 1.0 / math.sqrt(case.dim) if case.scale is None else case.scale
+    match case.family:
+        case "outliers":
+            query, key, value, dout = (_with_outliers(case, i, x) for i, x in enumerate((query, key, value, dout)))
+        case "sharp":
+            query = query * 4.0
+        case "positive":
+            value = np.abs(value)
+        case "ties":
+            key = key[:, :, np.arange(case.keys) // 4]
+        case "uniform":
+            query = np.zeros_like(query)
+        case "spike":
+            # The last coordinate is 1 in every query and large in one key alone, so that its scores rise by the magnitude.
+            query[..., -1] = 1.0
+            key[..., -1] = 0.0
+            key[:, :, case.keys // 3, -1] = case.magnitude / scale if scale else 0.0
+    if case.family != "spike":
+        query = query * case.magnitude
+    if case.shift and scale:
+        # The first coordinate is the same in every query and every key: it adds one constant to all scores.
+        product = case.shift / scale
+        power = 2.0 ** math.floor(math.log2(abs(product)) / 2)
+        query[..., 0] = power
+        key[..., 0] = product / power
+    dtype = getattr(torch, case.dtype)
+    tensors = [
+        _laid_out(_rounded(name, numbers, dtype), case.layout, device) for name, numbers in (("query", query), ("key", key), ("value", value), ("dout", dout))
+    ]
+    return Inputs(*tensors, block_mask=_block_mask(case, device))
+
+
+def _raw(case: Case, stream: int, count: int) -> np.ndarray:
+    return np.random.Philox(key=case.seed * 1000 + stream).random_raw(count)
+
+
+def _normal(case: Case, stream: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Nearly normal numbers, mean 0 and variance 1, within 4.9: sums of eight 16-bit uniforms (Irwin-Hall), exact on every machine."""
+    count = math.prod(shape)
+    uniforms = _raw(case, stream, 2 * count).view(np.uint16).reshape(count, 8)
+    centred = uniforms.sum(axis=1, dtype=np.int64) - 8 * 65535 // 2
+    return (centred * (math.sqrt(12.0 / 8.0) / 65536.0)).reshape(shape)
+
+
+def _with_outliers(case: Case, stream: int, numbers: np.ndarray) -> np.ndarray:
+    one_in_a_thousand = (_raw(case, 20 + stream, numbers.size) % 1000 == 0).reshape(numbers.shape)
+    return numbers + 10.0 * one_in_a_thousand * _normal(case, 10 + stream, numbers.shape)
+
+
+def _rounded(name: str, numbers: np.ndarray, dtype: torch.dtype) -> Tensor:
+    tensor = torch.from_numpy(numbers).to(dtype)
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"case: {name} reaches {np.abs(numbers).max():.3g}, beyond {dtype}; a smaller magnitude, shift or 1/scale would do")
+    return tensor
+
+
+def _block_mask(case: Case, device: str | torch.device) -> Tensor | None:
+    if case.blocks is None:
+        return None
+    shape = (case.batch, case.heads, math.ceil(case.queries / BLOCK), math.ceil(case.keys / BLOCK))
+    share = _raw(case, 4, math.prod(shape)).astype(np.float64) / 2.0**64
+    return torch.from_numpy((share < case.blocks).reshape(shape)).to(device)
+
+
+GUARD = 1024  # elements of NaN on either side of a contiguous tensor; keeps the alignment that kernels ask for
+
+
+def _laid_out(tensor: Tensor, layout: Layout, device: str | torch.device) -> Tensor:
+    batch, heads, length, dim = tensor.shape
+    tensor = tensor.to(device)
+    match layout:
+        case "contiguous":
+            buffer = torch.full((tensor.numel() + 2 * GUARD,), math.nan, dtype=tensor.dtype, device=device)
+            view = buffer[GUARD : GUARD + tensor.numel()].view(tensor.shape)
+        case "transposed":  # [batch, length, heads, dim], as projections leave it
+            buffer = torch.full((batch, length + 1, heads, dim), math.nan, dtype=tensor.dtype, device=device)
+            view = buffer[:, :length].transpose(1, 2)
+        case "sliced":  # every second row and every second column of a larger buffer
+            buffer = torch.full((batch, heads, 2 * length, 2 * dim), math.nan, dtype=tensor.dtype, device=device)
+            view = buffer[:, :, ::2, ::2]
+        case "expanded":  # one head's tensor for all heads, with a stride of 0
+            return tensor[:, :1].clone().expand(batch, heads, length, dim)
+    return view.copy_(tensor)
