@@ -1,0 +1,234 @@
+"""The bound: the largest error, element by element, that a claimed arithmetic can make on a given input.
+
+A rounding analysis of FlashAttention as it is really computed: exact inputs, scores and sums accumulated in float32, weights and dS cast before
+the second product, one rounding at the end. No other file of the project holds a tolerance, and nothing here is fitted to a kernel.
+
+Sources: Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., 3.1 (gamma_n, inner products); Blanchard, Higham and Higham, IMA J. Numer.
+Anal. 41(4), 2021 (shifted softmax and log-sum-exp); Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019 (sqrt(n) in the probabilistic form);
+Fasi et al., PeerJ CS 7:e330, 2021 (tensor cores truncate).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from impls.spec import Arithmetic
+from oracles import naive
+from oracles.naive import Attention, Rows
+from oracles.problem import Problem
+
+# The analysis is of first order where exp(x) - 1 is not taken as it is; what is left out is below one part in a hundred of what is kept.
+SECOND_ORDER = 1.01
+# The probabilistic bound holds with a probability of 1 - 2 exp(-lambda^2 / 2) for each sum (Higham and Mary, theorem 2.4).
+LAMBDA = 3.0
+# Mean signed error that is no lean: a quarter of what a truncating cast makes. Correct kernels reach 0.11 (16 bit, in units of the output's
+# roundoff; float32, in units of the bound: less).
+BIAS_ALLOWANCE = 0.25
+BIAS_STANDARD_ERRORS = 4.0
+
+_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+# Largest absolute error where a result underflows; flush to zero is allowed but to float16, whose subnormal numbers every chip has.
+_UNDERFLOW = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126, torch.float64: 2.0**-1022}
+_PRODUCTS = {"exact": 0.0, "3xtf32": 2.0**-21, "tf32": 2.0**-10}
+
+Form = Literal["deterministic", "statistical"]
+
+
+def output_roundoff(dtype: torch.dtype) -> float:
+    """u_o: the relative error of one rounding to this dtype."""
+    return _ROUNDOFF[dtype]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claimed arithmetic, the form of its bound, and the dtype of its results (None: that of the inputs)."""
+
+    arithmetic: Arithmetic
+    form: Form = "deterministic"
+    dtype: torch.dtype | None = None
+
+
+FLOAT64 = Claim(Arithmetic(accumulate="float64", weights="float32"), dtype=torch.float64)  # the working oracle, `naive.attention`
+
+
+@dataclass(frozen=True)
+class _Units:
+    """The numbers of ARITHMETIC's table for one claim, dtype and problem."""
+
+    form: Form
+    u_a: float  # one operation of the accumulator
+    u_p: float  # the cast of P and dS before a product
+    u_o: float  # the output's rounding
+    product: float  # rounding of the operands of a product (TF32)
+    eps_e: float  # the exponential
+    eta: float  # underflow of a weight
+    tiny: float  # underflow of the output
+    tiles: int  # n_b, steps of the online softmax
+    row_sum: int  # length of the longest chain of additions in a row's sum
+    sixteen_bit_steps: int  # additions into a 16-bit gradient, if that is where gradients are summed
+
+    def gamma(self, n: int) -> float:
+        """Relative error of a sum of n terms, in units of the sum of their absolute values."""
+        if self.form == "statistical":
+            return LAMBDA * math.sqrt(n) * self.u_a
+        return n * self.u_a / (1.0 - n * self.u_a)
+
+    @property
+    def rescaling(self) -> float:
+        """Of a running sum over all tiles: each step multiplies by one exponential and makes at most six roundings (FA1 makes six, FA2 two)."""
+        steps = LAMBDA * math.sqrt(self.tiles) if self.form == "statistical" else self.tiles
+        return steps * (self.eps_e + 6.0 * self.u_a)
+
+
+def _units(problem: Problem, claim: "Claim") -> _Units:
+    arithmetic, dtype = claim.arithmetic, claim.dtype or problem.query.dtype
+    queries, keys = problem.query.shape[2], problem.key.shape[2]
+    roundoff = {"fma": 2.0**-24, "tensor_core": 2.0 * 2.0**-24, "float64": 2.0**-53}[arithmetic.accumulate]
+    elementary = 2.0**-53 if arithmetic.accumulate == "float64" else 2.0**-24
+    cast = arithmetic.weights == "input" and dtype in (torch.float16, torch.bfloat16)
+    # An unknown tile is taken at its worst: as small as 16 for the number of steps, all keys for the length of a sum.
+    tiles = math.ceil(keys / (arithmetic.key_tile or 16))
+    return _Units(
+        form=claim.form,
+        u_a=roundoff,
+        u_p=_ROUNDOFF[dtype] if cast else 0.0,
+        u_o=_ROUNDOFF[dtype],
+        product=_PRODUCTS[arithmetic.products],
+        eps_e=2.0 * arithmetic.exp_ulps * elementary,
+        eta=(_UNDERFLOW[torch.float64] if arithmetic.accumulate == "float64" else _UNDERFLOW[torch.float32]) + (_UNDERFLOW[dtype] if cast else 0.0),
+        tiny=_UNDERFLOW[dtype],
+        tiles=tiles,
+        row_sum=min(keys, arithmetic.key_tile + tiles) if arithmetic.key_tile else keys,
+        sixteen_bit_steps=math.ceil(max(queries, keys) / (arithmetic.query_tile or 16)) if arithmetic.gradients == "input" and cast else 0,
+    )
+
+
+def has_statistical_gate(problem: Problem, arithmetic: Arithmetic) -> bool:
+    """Whether the probabilistic bound gates too: float32 whose roundings have mean zero, where the deterministic bound is 20 to 100 times loose.
+
+    Not for tensor cores, which truncate: their errors do not cancel. In 16 bit the casts dominate both forms.
+    """
+    return problem.query.dtype == torch.float32 and arithmetic.accumulate == "fma" and arithmetic.products == "exact"
+
+
+def bounds(problem: Problem, claim: Claim) -> Attention:
+    """The bound of every element of out, lse, dq, dk and dv, in float64, shaped like them."""
+    return evaluate(problem, [claim])[1][0]
+
+
+def evaluate(problem: Problem, claims: Sequence[Claim], block_scores: int = naive.BLOCK_SCORES) -> tuple[Attention, list[Attention]]:
+    """The float64 answer and the bound of each claim, in one pass over the rows."""
+    answer = naive.empty_answer(problem)
+    sums = [_Sums(problem, _units(problem, claim)) for claim in claims]
+    for rows in naive.row_blocks(problem, block_scores):
+        naive.add_rows(answer, rows, problem.groups)
+        parts = _Parts(rows)
+        for one in sums:
+            one.add(rows, parts)
+    return answer, [one.finish(answer) for one in sums]
+
+
+class _Parts:
+    """What the bounds of all claims share for a block of rows."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.score_mass = abs(rows.scale) * (rows.query.abs() @ rows.key.abs().T)  # |tau| |Q||K|^T
+        self.value_abs = rows.value.abs()
+        self.dropped = rows.dropped_weights  # P', the weights after dropout
+        self.weighted_abs = self.dropped @ self.value_abs  # P'|V|
+        self.dweights_abs = rows.dout.abs() @ self.value_abs.T  # |dO||V|^T
+        if rows.gain is not None:
+            self.dweights_abs = self.dweights_abs * rows.gain
+        self.gain_max = 1.0 if rows.gain is None else rows.gain.amax().item()
+        self.visible = rows.visible.to(torch.float64)
+        self.visible_abs = self.visible @ self.value_abs  # colsum |V| over the visible keys
+        self.lse_abs = torch.where(rows.lse.isfinite(), rows.lse.abs(), 0.0)[:, None]
+        self.value_max = self.value_abs.amax(dim=0, keepdim=True)
+
+
+class _Sums:
+    """The bound under way: rows write theirs, keys and values add up."""
+
+    def __init__(self, problem: Problem, units: _Units) -> None:
+        self.problem = problem
+        self.units = units
+        self.bound = naive.empty_answer(problem)
+
+    def add(self, rows: Rows, parts: _Parts) -> None:
+        u, weights = self.units, rows.weights
+        dim, keys = rows.query.shape[1], len(rows.key)
+        columns = self.problem.query.shape[2] * self.problem.groups  # rows summed into one element of dK or dV
+
+        # Relative error of an unnormalised weight: its score, the subtraction of the maximum, the exponential.
+        log_error = (u.gamma(dim) + u.product) * parts.score_mass + u.u_a * (2.0 * (rows.maximum - rows.scores) + 3.0 * rows.scores.abs()) + u.eps_e
+        theta = torch.expm1(log_error)
+        moved = weights * theta  # P o theta, the largest shift of each weight; 0 at hidden keys
+        total = moved.sum(dim=1, keepdim=True)
+
+        # --- out. Weights off by theta move a weighted mean by sum_j P_j theta_j |V_j - O|, bounded in two ways; it never leaves the hull of the values.
+        moved_dropped = moved if rows.gain is None else moved * rows.gain
+        apart = moved_dropped @ parts.value_abs + rows.out.abs() * total
+        if rows.gain is None:
+            spread = (moved @ rows.value.square() - 2.0 * rows.out * (moved @ rows.value) + rows.out.square() * total).clamp(min=0.0)
+            apart = torch.minimum(apart, torch.sqrt(total * spread))
+        hull = rows.out.abs() + parts.gain_max * parts.value_max
+        apart = torch.where(total < 1.0, torch.minimum(apart / (1.0 - total), hull), hull)
+        out = (
+            apart
+            + (u.u_p + u.product + u.gamma(keys) + u.rescaling + 2.0 * u.u_a) * parts.weighted_abs
+            + (u.gamma(u.row_sum) + u.rescaling + 3.0 * u.u_a + u.u_o) * rows.out.abs()
+            + u.eta * parts.gain_max * parts.visible_abs
+            + u.tiny
+        )
+        # --- lse
+        furthest = (log_error * parts.visible).amax(dim=1, keepdim=True)
+        lse = torch.where(total < 1.0, torch.minimum(-torch.log1p(-total.clamp(max=1.0)), furthest), furthest)
+        lse = lse + u.gamma(u.row_sum) + u.rescaling + u.u_a * (2.0 * parts.lse_abs + 4.0)
+
+        # --- backward: the weights come back as exp(S - L)
+        theta_back = torch.expm1(log_error + lse)
+        out_mass = rows.dout.abs() * rows.out.abs()
+        delta = (rows.dout.abs() * out).sum(dim=1, keepdim=True) + (u.gamma(dim)) * out_mass.sum(dim=1, keepdim=True)
+        slope = (rows.dweights - rows.delta).abs()
+        # E, the error of dS
+        dscores = (
+            weights * slope * (theta_back + 3.0 * u.u_a + u.u_p)
+            + weights * (1.0 + theta_back) * ((u.gamma(dim) + u.product + 2.0 * u.u_a) * parts.dweights_abs + delta)
+            + u.eta * (1.0 + slope) * parts.visible
+        )
+        dscores_abs = rows.dscores.abs()
+        in_sixteen_bit = u.sixteen_bit_steps * u.u_o
+        dq = dscores @ rows.key.abs() + (u.gamma(keys) + u.product + in_sixteen_bit) * (dscores_abs @ rows.key.abs())
+        dk = dscores.T @ rows.query.abs() + (u.gamma(columns) + u.product + in_sixteen_bit) * (dscores_abs.T @ rows.query.abs())
+        dropped_back = parts.dropped * (theta_back + u.u_p + u.product + 2.0 * u.u_a + u.gamma(columns) + in_sixteen_bit)
+        dv = (dropped_back + u.eta * parts.gain_max * parts.visible).T @ rows.dout.abs()
+
+        here = (rows.batch, rows.head, slice(rows.start, rows.stop))
+        there = (rows.batch, rows.head // self.problem.groups)
+        seen = rows.visible.any(dim=1, keepdim=True)  # a row that sees no key is exactly 0, its lse exactly -inf
+        self.bound.out[here] = torch.where(seen, out, 0.0)
+        self.bound.lse[here] = torch.where(seen, lse, 0.0).squeeze(1)
+        self.bound.dq[here] = torch.where(seen, abs(rows.scale) * dq, 0.0)
+        self.bound.dk[there] += abs(rows.scale) * dk
+        self.bound.dv[there] += dv
+
+    def finish(self, answer: Attention) -> Attention:
+        u, bound = self.units, self.bound
+        seen = (answer.lse != -math.inf)[..., None]
+        final = {
+            "out": bound.out,
+            "lse": bound.lse,
+            "dq": bound.dq + torch.where(seen, (u.u_o + 2.0 * u.u_a) * answer.dq.abs() + u.tiny, 0.0),
+            "dk": bound.dk + (u.u_o + 2.0 * u.u_a) * answer.dk.abs() + u.tiny,
+            "dv": bound.dv + u.u_o * answer.dv.abs() + u.tiny,
+        }
+        return Attention(**{name: SECOND_ORDER * tensor for name, tensor in final.items()})
+
+
+def worst_unit(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """u_o |tensor|: half a unit in the last place, at most, of each element."""
+    return _ROUNDOFF[dtype] * tensor.abs()

@@ -1,0 +1,104 @@
+"""The verdict on one tensor: rho, bias, the worst element. Pure functions of what a kernel answered, the exact answer and the bound."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from oracles import bounds
+
+BIAS_BLOCKS = 64  # blocks of rows over which the standard error of the bias is taken, at most
+BIAS_FEWEST_BLOCKS = 16  # with fewer, a standard error says too little and bias is not judged
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The element with the largest error over its bound."""
+
+    index: tuple[int, ...]
+    got: float
+    exact: float
+    error: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class Rho:
+    """Largest error over bound of a tensor; inf where nothing can excuse it (NaN, inf, a value where exactly 0 is due)."""
+
+    value: float
+    worst: Worst
+
+
+@dataclass(frozen=True)
+class Bias:
+    """Mean signed error beyond that of the correctly rounded exact result.
+
+    Of the two weightings, with the sign of the exact result and with 1, the one that leans more. value and standard_error in units of the mean
+    of u_o |exact| (16 bit) or of the mean bound (float32).
+    """
+
+    value: float
+    standard_error: float
+    allowance: float
+
+    @property
+    def leans(self) -> bool:
+        """Whether the bias is beyond its allowance with four standard errors to spare."""
+        return abs(self.value) - bounds.BIAS_STANDARD_ERRORS * self.standard_error > self.allowance
+
+
+def ratios(actual: Tensor, exact: Float[Tensor, "..."], bound: Float[Tensor, "..."], oracle_error: Float[Tensor, "..."] | None = None) -> Tensor:
+    """Error over bound for each element. 0/0 is 0. A result that should be infinite must be so exactly; NaN is never excused."""
+    got = actual.to(torch.float64)
+    allowed = bound if oracle_error is None else bound + oracle_error
+    error = (got - exact).abs()
+    ratio = torch.where(error == 0.0, 0.0, error / allowed)
+    ratio = torch.where(allowed.isinf() & got.isfinite(), 0.0, ratio)
+    ratio = torch.where(exact.isinf(), torch.where(got == exact, 0.0, math.inf), ratio)
+    return torch.where(got.isfinite() | exact.isinf(), ratio, math.inf)
+
+
+def rho(actual: Tensor, exact: Float[Tensor, "..."], bound: Float[Tensor, "..."], oracle_error: Float[Tensor, "..."] | None = None) -> Rho:
+    """The largest error over bound, and where. `oracle_error` is what the exact result itself may be off by; it is allowed on top."""
+    if actual.shape != exact.shape:
+        raise ValueError(f"actual: shape {list(actual.shape)} differs from the exact result's {list(exact.shape)}")
+    ratio = ratios(actual, exact, bound, oracle_error)
+    place = int(ratio.flatten().argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), ratio.shape))
+    got, true = float(actual[index].to(torch.float64)), float(exact[index])
+    return Rho(float(ratio[index]), Worst(index, got, true, abs(got - true), float(bound[index])))
+
+
+def bias(actual: Tensor, exact: Float[Tensor, "..."], bound: Float[Tensor, "..."]) -> Bias | None:
+    """Whether the errors lean to one side. None where there are too few rows to tell, or nothing to weigh.
+
+    actual: in the kernel's dtype, whose roundoff is the unit. bound: the unit for float32, where errors of the scores dominate, not the
+    output's rounding.
+    """
+    rows = exact.reshape(-1, exact.shape[-1])
+    blocks = min(BIAS_BLOCKS, len(rows))
+    got = actual.to(torch.float64).reshape(rows.shape)
+    if blocks < BIAS_FEWEST_BLOCKS or not (got.isfinite().all() and rows.isfinite().all()):
+        return None
+    in_ulps = actual.dtype in (torch.float16, torch.bfloat16)
+    unit = (bounds.worst_unit(rows, actual.dtype) if in_ulps else bound.reshape(rows.shape)).sum()
+    if unit == 0.0 or not unit.isfinite():
+        return None
+    rounded = rows.to(actual.dtype).to(torch.float64)
+    beyond = (got - rows) - (rounded - rows)
+    leans = []
+    for sign in (rows.sign(), torch.ones_like(rows)):
+        sums = torch.stack([block.sum() for block in (beyond * sign).tensor_split(blocks)])
+        error = torch.sqrt(blocks / (blocks - 1) * (sums - sums.mean()).square().sum())
+        leans.append(Bias(float(sums.sum() / unit), float(error / unit), bounds.BIAS_ALLOWANCE))
+    return max(leans, key=lambda lean: abs(lean.value) - bounds.BIAS_STANDARD_ERRORS * lean.standard_error)
+
+
+def ulps(actual: Tensor, exact: Float[Tensor, "..."]) -> Tensor:
+    """Distance of each element from the exact result, in units in the last place of its own dtype at the exact result."""
+    info = torch.finfo(actual.dtype)
+    exponent = torch.floor(torch.log2(exact.abs().clamp(min=info.smallest_normal)))
+    return (actual.to(torch.float64) - exact).abs() / (info.eps * torch.exp2(exponent))
