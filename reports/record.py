@@ -1,5 +1,6 @@
 """Records: what a run found, one JSON object a line, appended while the run goes, so that nothing is lost when it dies."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -68,7 +69,20 @@ class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
     worst: Element | None = None
     seconds: float = 0.0
     message: str = ""  # of a failure, a refusal, a known defect: what was seen, in words
+    link: str = ""  # of a known defect: where it is reported
     axes: dict[str, float] = {}  # where the case stands in a sweep: {"queries": 1024, "magnitude": 8.0, "score": 88.5}
+
+
+class Absence(msgspec.Struct, tag="absence", kw_only=True, frozen=True):
+    """Why something was not judged: the claim leaves it out, or this machine cannot run it. An empty check or dtype stands for all of them."""
+
+    run: str
+    implementation: str
+    device: Literal["cpu", "cuda"]
+    reason: Literal["not claimed", "not possible here"]
+    check: str = ""
+    dtype: str = ""
+    message: str = ""  # "CUDA: no device", "block mask"
 
 
 class Memory(msgspec.Struct, tag="memory", kw_only=True, frozen=True):
@@ -134,10 +148,15 @@ class Resources(msgspec.Struct, tag="resources", kw_only=True, frozen=True):
     shipped: bool  # at the tile sizes that are shipped
 
 
-Record = Environment | Claim | Judgement | Memory | Traffic | Curve | Resources
+Record = Environment | Claim | Judgement | Absence | Memory | Traffic | Curve | Resources
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
+
+
+def figure(value: float) -> float | str:
+    """A number as a record holds it: "nan", "inf" and "-inf" as text, which float() reads back."""
+    return value if math.isfinite(value) else str(value)
 
 
 def append(path: Path, record: Record) -> None:
