@@ -1,0 +1,164 @@
+"""Every implementation, one line each, and how a name becomes an implementation.
+
+Nothing here imports a kernel before it is loaded: names can be listed on a machine that has no Triton, no CUDA and no JAX.
+"""
+
+import ast
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import reduce
+from pathlib import Path
+from types import ModuleType
+
+from impls.spec import Implementation, Supports
+
+CATALOGUE: dict[str, str] = {
+    "tiled.fa1": "impls.tiled.fa1:implementation",
+    "tiled.fa2": "impls.tiled.fa2:implementation",
+    "tiled.block_sparse": "impls.tiled.block_sparse:implementation",
+    "triton.fa1": "impls.triton.fa1:implementation",
+    "triton.fa2": "impls.triton.fa2:implementation",
+    "triton.block_sparse": "impls.triton.block_sparse:implementation",
+}
+
+FORMS = "give a name of the catalogue, 'package.module:attribute' or 'path/file.py:attribute'"
+
+
+def names(patterns: Sequence[str]) -> list[str]:
+    """The catalogue's names that match any of the globs, in the catalogue's order; then the patterns that point outside it ("mine.py:attention"), as they are.
+
+    Raises ValueError for a glob that matches nothing, with the names that are close.
+    """
+    outside = [pattern for pattern in patterns if ":" in pattern]
+    globs = [pattern for pattern in patterns if ":" not in pattern]
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in CATALOGUE):
+            raise ValueError(_unknown(glob))
+    return [name for name in CATALOGUE if any(fnmatchcase(name, glob) for glob in globs)] + list(dict.fromkeys(outside))
+
+
+def load(name: str) -> Implementation:
+    """The implementation that a name stands for: "triton.fa2" (catalogue), "package.module:attribute" or "path/file.py:attribute".
+
+    An attribute that is an `Implementation` is taken as it is. Any other callable is verified as it stands: its signature is its claim (`of_callable`).
+    Raises ValueError that says what was given and what would do.
+    """
+    given = CATALOGUE.get(name, name)
+    place, colon, attribute = given.rpartition(":")
+    if not colon or not place or not attribute:
+        raise ValueError(f"{name}: the attribute is missing; {FORMS}" if name.endswith(".py") or ":" in name else _unknown(name))
+    module = _file(Path(place), name) if place.endswith(".py") or "/" in place else _module(place, name)
+    try:
+        found = reduce(getattr, attribute.split("."), module)
+    except AttributeError:
+        raise ValueError(f"{name}: {place} has no attribute '{attribute}'{_instead(attribute, vars(module))}") from None
+    if isinstance(found, Implementation):
+        return found if found.name else replace(found, name=name)
+    return of_callable(found, name)
+
+
+def of_callable(attention: object, name: str) -> Implementation:
+    """A bare callable as an implementation: it claims what its parameters name, in the three dtypes, on both devices, forward and backward.
+
+    `is_causal` claims top-left causal masks, and with `causal_alignment` bottom-right ones; `scale` any positive scale; `enable_gqa` grouped heads;
+    `block_mask` block masks; `dropout_p` together with `dropout_seed` dropout; `return_lse` the log-sum-exp. `**kwargs` claims nothing.
+    Raises ValueError for what cannot be called with query, key and value.
+    """
+    if inspect.isclass(attention) or not callable(attention):
+        raise ValueError(f"{name}: {attention!r} is not an attention function; give a function attention(query, key, value, ...) or an Implementation")
+    parameters = _parameters(attention, name)
+    kinds = inspect.Parameter
+    positional = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 3 and not any(p.kind is kinds.VAR_POSITIONAL for p in parameters):
+        raise ValueError(f"{name}: takes {len(positional)} positional arguments; give a function that takes three: attention(query, key, value, ...)")
+    further = [p.name for p in parameters if p not in positional[:3] and p.default is kinds.empty and p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)]
+    if further:
+        raise ValueError(f"{name}: needs {', '.join(further)} beside query, key and value; give a function that fills them in")
+    keywords = {p.name for p in parameters if p not in positional[:3] and p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
+    supports = Supports(
+        causal=() if "is_causal" not in keywords else ("top_left", "bottom_right") if "causal_alignment" in keywords else ("top_left",),
+        scale="positive" if "scale" in keywords else "default",
+        grouped_heads="enable_gqa" in keywords,
+        cross_lengths=True,
+        strided=True,
+        block_mask="block_mask" in keywords,
+        dropout={"dropout_p", "dropout_seed"} <= keywords,
+        lse="return_lse" in keywords,
+    )
+    return Implementation(name=name, attention=attention, supports=supports, summary="A function, verified as it stands.", bare=True)
+
+
+def _parameters(attention: Callable[..., object], name: str) -> list[inspect.Parameter]:
+    """A callable's parameters. Builtins such as torch's `scaled_dot_product_attention` carry theirs in the first line of the docstring."""
+    try:
+        return list(inspect.signature(getattr(attention, "forward", attention)).parameters.values())  # nn.Module: __call__ says nothing, forward does
+    except (TypeError, ValueError):
+        pass
+    line = (inspect.getdoc(attention) or "").partition("\n")[0]
+    head = line.partition("->")[0].strip()
+    try:
+        definition = ast.parse(f"def {head}: ...").body[0]
+    except SyntaxError:
+        definition = None
+    if not isinstance(definition, ast.FunctionDef):
+        raise ValueError(f"{name}: its parameters cannot be read; give a function of your own that calls it")
+    given = definition.args
+    kinds = inspect.Parameter
+    plain = [*given.posonlyargs, *given.args]
+    required = len(plain) - len(given.defaults)
+    parameters = [kinds(a.arg, kinds.POSITIONAL_OR_KEYWORD, default=kinds.empty if i < required else None) for i, a in enumerate(plain)]
+    parameters += [
+        kinds(a.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None)
+        for a, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
+    return parameters
+
+
+def _module(place: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        missing = error.name or place
+        if place == missing or place.startswith(missing + "."):
+            raise ValueError(f"{name}: there is no module '{missing}'; {FORMS}") from None
+        raise ValueError(f"{name}: importing {place} needs '{missing}', which is not installed") from error
+    except Exception as error:
+        raise ValueError(f"{name}: importing {place} failed: {type(error).__name__}: {error}") from error
+
+
+def _file(path: Path, name: str) -> ModuleType:
+    """Runs a file as a module of its own. Its folder is importable while it runs, as for `python file.py`."""
+    path = path.expanduser()
+    if not path.is_file():
+        raise ValueError(f"{name}: there is no file {path} (looked in {Path.cwd()}); {FORMS}")
+    unique = f"{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(unique, path.resolve())
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{name}: {path} is not a Python file; {FORMS}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[unique] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[unique]
+        raise ValueError(f"{name}: running {path} failed: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+    return module
+
+
+def _unknown(name: str) -> str:
+    return f"{name}: no implementation of the catalogue has this name{_instead(name, CATALOGUE)}; {FORMS}"
+
+
+def _instead(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=3)
+    return f"; close: {', '.join(close)}" if close else ""

@@ -1,0 +1,45 @@
+"""Dropout that can be drawn again: Philox 4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+
+A counter-based generator: the word for a weight depends on the seed and on the weight's position alone, so a tile is drawn whenever it is needed, in
+any order, and the backward pass draws what the forward pass drew.
+"""
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the two words of the key after each round
+_ROUNDS = 10
+_MASK16, _MASK32 = 0xFFFF, 0xFFFFFFFF
+
+
+def kept(seed: int, threshold: int, batch: int, head: int, rows: slice, cols: slice, device: torch.device) -> Bool[Tensor, "rows cols"]:
+    """Whether the weights of queries `rows` on keys `cols` are kept: the first word of the block at counter (key, query, head, batch) is >= threshold."""
+    key = torch.arange(cols.start, cols.stop, device=device)[None, :]
+    query = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    return _first_word((key, query, head, batch), seed) >= threshold
+
+
+def _first_word(counter: tuple[Tensor, Tensor, int, int], seed: int) -> Tensor:
+    """The first output word, in [0, 2^32). Words broadcast: the early rounds work on one row, one column or one number."""
+    c0: Tensor | int
+    c1: Tensor | int
+    c2: Tensor | int
+    c3: Tensor | int
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & _MASK32, seed >> 32
+    for _ in range(_ROUNDS):
+        high0, low0 = _product(_MULTIPLIERS[0], c0)
+        high1, low1 = _product(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _WEYL[0]) & _MASK32, (k1 + _WEYL[1]) & _MASK32
+    assert isinstance(c0, Tensor)
+    return c0
+
+
+def _product(multiplier: int, word: Tensor | int) -> tuple[Tensor | int, Tensor | int]:
+    """The high and the low word of a 64-bit product, by halves of 16 bits: every step stays below 2^49, so int64 never overflows."""
+    low = (word & _MASK16) * multiplier
+    high = (word >> 16) * multiplier + (low >> 16)
+    return high >> 16, (high & _MASK16) << 16 | (low & _MASK16)
