@@ -96,13 +96,12 @@ def of_callable(attention: object, name: str) -> Implementation:
 
 
 def _parameters(attention: Callable[..., object], name: str) -> list[inspect.Parameter]:
-    """A callable's parameters. Builtins such as torch's `scaled_dot_product_attention` carry theirs in the first line of the docstring."""
+    """A callable's parameters. Builtins such as torch's `scaled_dot_product_attention` carry theirs at the head of the docstring: "f(a, b=0.0) -> Tensor"."""
     try:
         return list(inspect.signature(getattr(attention, "forward", attention)).parameters.values())  # nn.Module: __call__ says nothing, forward does
     except (TypeError, ValueError):
         pass
-    line = (inspect.getdoc(attention) or "").partition("\n")[0]
-    head = line.partition("->")[0].strip()
+    head = (inspect.getdoc(attention) or "").partition("\n\n")[0].partition("->")[0].strip()
     try:
         definition = ast.parse(f"def {head}: ...").body[0]
     except SyntaxError:
