@@ -1,0 +1,377 @@
+"""FlashAttention-1 in Triton (Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", NeurIPS 2022; Algorithms 1 and 4).
+
+The first paper asks how attention can be computed without ever writing the queries x keys matrix to device memory. Its answer, kept here:
+
+- One program owns one (batch, head). Its outer loop takes a tile of keys and values on chip; its inner loop passes over all query tiles.
+- The softmax is made piece by piece. What a query tile knows so far, its output O, its running maximum m and its running sum l, lives in device memory:
+  each step reads it, rescales it, adds a tile's share and writes it back. O is normalised at every step, so it is a true average of the values seen so far.
+- The backward recomputes the weights from m and l in the same order. dK and dV of the outer tile grow on chip; dQ is read, added to and written back.
+
+So the output crosses to device memory once per key tile. That is what FlashAttention-2 turned around, and what `tests/memory/test_traffic.py` counts.
+
+Two things are not the paper's. O and dQ, which are rewritten at each step, are float32 in device memory for 16-bit inputs too and are rounded once at the end:
+rounding them at every step would add an error for each key tile, and the arithmetic claimed below would be untrue. And the weights of a grouped key head are
+summed over its query heads by the one program that owns it, so nothing needs atomics and every run is bitwise the same.
+
+Numbers. q k is computed raw and all scaling waits for the exponent: a weight is 2^((q k - m) c), with m the largest raw q k and c = |scale| log2(e).
+Subtracting first means that equal scores cancel exactly however large they are, and that no compiler's fusing of multiply and add can change a weight. The
+scale's sign goes onto q k, exactly. A masked score is -inf and its weight exactly 0, whatever its key held; a maximum of -inf (nothing seen yet) is
+replaced by 0 where it is subtracted, and never where it is stored.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from impls.call import Call, check_call
+from impls.spec import Alignment, Arithmetic, Device, Dtype, Implementation, Supports
+from impls.triton.primitives import (
+    INFINITY,
+    INTERPRETED,
+    Launch,
+    Scale,
+    device_function,
+    dot,
+    kept,
+    load_tile,
+    offsets_of,
+    padded_dim,
+    rounded,
+    start_of,
+    store_tile,
+)
+
+# ------------------------------------------------------------------------------------------------------------------------------- tiles
+
+
+class Tiles(NamedTuple):
+    """Queries and keys in a tile: B_r and B_c of the paper."""
+
+    query: int
+    key: int
+
+
+def tiles(dim: int, resident: int) -> Tiles:
+    """The paper's tile sizes, B_c = ceil(M / 4d) and B_r = min(B_c, d), as powers of two that Triton takes.
+
+    M is the on-chip memory in float32 numbers: 160 KB, a little under what an A100 gives one program (163 KB). `resident` tiles share it: 4 in the
+    forward (Q, K, V, O: the paper's 4), 8 in the backward (dQ, dK, dV, dO besides). The interpreter has no such memory and spends its time per step, whatever
+    the tile: it gets four times the M and never fewer than 64 queries.
+    """
+    numbers, fewest = (4 * 40960, 64) if INTERPRETED.value else (40960, 16)
+    key = math.ceil(numbers / (resident * dim))
+    key = min(128, max(16, 1 << (key.bit_length() - 1)))
+    return Tiles(query=max(fewest, min(key, padded_dim(dim))), key=key)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------- kernels
+
+
+@device_function
+def tile_at(tensor, strides, batch, head, row, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr):
+    """Pointers [LENGTH, PADDED_DIM] to the rows of one head from `row` on."""
+    return start_of(tensor, strides, batch, head, row) + offsets_of(strides, LENGTH, PADDED_DIM)
+
+
+@device_function
+def seen_pairs(rows, columns, queries, keys, offset, CAUSAL: tl.constexpr):
+    """[rows, columns]: whether the query sees the key. False past either tail."""
+    seen = (rows < queries)[:, None] & (columns < keys)[None, :]
+    if CAUSAL:
+        seen = seen & (columns[None, :] <= rows[:, None] + offset)
+    return seen
+
+
+@device_function
+def finite(maximum):
+    """A maximum that may be subtracted: 0 for a row that has seen nothing, whose terms are all -inf and stay so."""
+    return tl.where(maximum == -INFINITY, 0.0, maximum)
+
+
+@triton.jit
+def forward_kernel(
+    query, key, value, query_strides, key_strides, value_strides,
+    out, out_strides, row_max, row_sum,  # float32; they enter as 0, -inf, 0; row_max and row_sum contiguous
+    heads, groups, queries, keys, offset,
+    sign, exponent_scale,
+    seed: tl.uint64, last_dropped: tl.uint32, keep_scale,  # dropout: the seed, the largest word that drops a weight, 1 / (1 - p)
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 1 for one batch and query head."""
+    program = tl.program_id(0)  # batch * heads + head
+    batch, head = program // heads, program % heads
+    row_max += program.to(tl.int64) * queries
+    row_sum += program.to(tl.int64) * queries
+
+    seen_keys = keys
+    if CAUSAL:  # the last query sees the most
+        seen_keys = tl.minimum(keys, queries + offset)
+    for first_key in range(0, seen_keys, KEY_TILE):
+        columns = first_key + tl.arange(0, KEY_TILE)
+        k_tile = tile_at(key, key_strides, batch, head // groups, first_key, KEY_TILE, PADDED_DIM)
+        v_tile = tile_at(value, value_strides, batch, head // groups, first_key, KEY_TILE, PADDED_DIM)
+        k = load_tile(k_tile, first_key, keys, DIM, KEY_TILE, PADDED_DIM, True)  # [keys, dim]
+        v = load_tile(v_tile, first_key, keys, DIM, KEY_TILE, PADDED_DIM, True)
+
+        first_seeing = 0
+        if CAUSAL:  # earlier queries see nothing of this tile
+            first_seeing = tl.maximum(first_key - offset, 0) // QUERY_TILE * QUERY_TILE
+        for first_query in range(first_seeing, queries, QUERY_TILE):
+            rows = first_query + tl.arange(0, QUERY_TILE)
+            q_tile = tile_at(query, query_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM)
+            out_tile = tile_at(out, out_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM)
+            q = load_tile(q_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)  # [queries, dim]
+            old_out = load_tile(out_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)
+            old_max = tl.load(row_max + rows, mask=rows < queries, other=-INFINITY)  # [queries]
+            old_sum = tl.load(row_sum + rows, mask=rows < queries, other=0.0)
+
+            # This tile's softmax, about its own maximum.
+            raw = sign * dot(q, tl.trans(k))  # [queries, keys]
+            raw = tl.where(seen_pairs(rows, columns, queries, keys, offset, CAUSAL), raw, -INFINITY)
+            tile_max = tl.max(raw, 1)
+            weights = tl.exp2((raw - finite(tile_max)[:, None]) * exponent_scale)
+            tile_sum = tl.sum(weights, 1)
+            if DROPOUT:
+                weights = tl.where(kept(seed, last_dropped, batch, head, rows[:, None], columns[None, :]), weights, 0.0)
+            tile_out = dot(rounded(weights, v.dtype), v)  # [queries, dim]
+
+            # Joined with what the rows had before.
+            new_max = tl.maximum(old_max, tile_max)
+            old_share = old_sum * tl.exp2((old_max - finite(new_max)) * exponent_scale)
+            tile_rescale = tl.exp2((tile_max - finite(new_max)) * exponent_scale)
+            new_sum = old_share + tile_sum * tile_rescale
+            divisor = tl.where(new_sum > 0.0, new_sum, 1.0)  # a row that has seen no key stays 0
+            new_out = old_out * tl.div_rn(old_share, divisor)[:, None] + tile_out * tl.div_rn(tile_rescale * keep_scale, divisor)[:, None]
+
+            tl.debug_barrier()  # every thread has read before any writes
+            store_tile(out_tile, new_out, first_query, queries, DIM, QUERY_TILE, PADDED_DIM)
+            tl.store(row_max + rows, new_max, mask=rows < queries)
+            tl.store(row_sum + rows, new_sum, mask=rows < queries)
+        tl.debug_barrier()  # the next key tile reads what other threads of this program wrote
+
+
+@triton.jit
+def backward_kernel(
+    query, key, value, dout, query_strides, key_strides, value_strides, dout_strides,
+    out, out_strides, row_max, row_sum,  # as the forward left them; out in the inputs' dtype
+    dquery, dquery_strides,  # float32; enters as 0
+    dkey, dvalue, dkey_strides, dvalue_strides,
+    kv_heads, groups, queries, keys, offset,
+    scale, sign, exponent_scale,
+    seed: tl.uint64, last_dropped: tl.uint32, keep_scale,  # dropout: the seed, the largest word that drops a weight, 1 / (1 - p)
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 4 for one batch and key head."""
+    program = tl.program_id(0)  # batch * kv_heads + kv_head
+    batch, kv_head = program // kv_heads, program % kv_heads
+
+    for first_key in range(0, keys, KEY_TILE):
+        columns = first_key + tl.arange(0, KEY_TILE)
+        k_tile = tile_at(key, key_strides, batch, kv_head, first_key, KEY_TILE, PADDED_DIM)
+        v_tile = tile_at(value, value_strides, batch, kv_head, first_key, KEY_TILE, PADDED_DIM)
+        k = load_tile(k_tile, first_key, keys, DIM, KEY_TILE, PADDED_DIM, True)  # [keys, dim]
+        v = load_tile(v_tile, first_key, keys, DIM, KEY_TILE, PADDED_DIM, True)
+        dk = tl.zeros([KEY_TILE, PADDED_DIM], tl.float32)
+        dv = tl.zeros([KEY_TILE, PADDED_DIM], tl.float32)
+
+        first_seeing = 0
+        if CAUSAL:
+            first_seeing = tl.maximum(first_key - offset, 0) // QUERY_TILE * QUERY_TILE
+        for member in range(groups):  # the query heads that share this key head
+            head = kv_head * groups + member
+            statistics = (batch.to(tl.int64) * kv_heads * groups + head) * queries
+            for first_query in range(first_seeing, queries, QUERY_TILE):
+                rows = first_query + tl.arange(0, QUERY_TILE)
+                q_tile = tile_at(query, query_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM)
+                do_tile = tile_at(dout, dout_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM)
+                o_tile = tile_at(out, out_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM)
+                q = load_tile(q_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)  # [queries, dim]
+                do = load_tile(do_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)
+                o = load_tile(o_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)
+                maximum = tl.load(row_max + statistics + rows, mask=rows < queries, other=-INFINITY)  # [queries]
+                total = tl.load(row_sum + statistics + rows, mask=rows < queries, other=0.0)
+
+                # The weights again, now normalised.
+                seen = seen_pairs(rows, columns, queries, keys, offset, CAUSAL)
+                raw = tl.where(seen, sign * dot(q, tl.trans(k)), -INFINITY)  # [queries, keys]
+                p = tl.exp2((raw - finite(maximum)[:, None]) * exponent_scale) * tl.div_rn(1.0, tl.where(total > 0.0, total, 1.0))[:, None]
+
+                dp = dot(do, tl.trans(v))  # [queries, keys]
+                dropped_p = p
+                if DROPOUT:
+                    keep = kept(seed, last_dropped, batch, head, rows[:, None], columns[None, :])
+                    dropped_p = tl.where(keep, p, 0.0)
+                    dp = tl.where(keep, dp * keep_scale, 0.0)
+                dv = dot(tl.trans(rounded(dropped_p, do.dtype)), do, dv)
+
+                # Softmax's derivative; delta = sum_j P_ij dP_ij = sum_d dO_id O_id.
+                delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+                ds = rounded(tl.where(seen, p * (dp - delta[:, None]), 0.0), q.dtype)  # 0 also where a masked value made dp infinite
+                dk = dot(tl.trans(ds), q, dk)
+
+                dq_tile = tile_at(dquery, dquery_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM)
+                dq = load_tile(dq_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True) + scale * dot(ds, k)  # [queries, dim]
+                tl.debug_barrier()  # every thread has read before any writes
+                store_tile(dq_tile, dq, first_query, queries, DIM, QUERY_TILE, PADDED_DIM)
+
+        dk_tile = tile_at(dkey, dkey_strides, batch, kv_head, first_key, KEY_TILE, PADDED_DIM)
+        dv_tile = tile_at(dvalue, dvalue_strides, batch, kv_head, first_key, KEY_TILE, PADDED_DIM)
+        store_tile(dk_tile, scale * dk, first_key, keys, DIM, KEY_TILE, PADDED_DIM)
+        store_tile(dv_tile, keep_scale * dv, first_key, keys, DIM, KEY_TILE, PADDED_DIM)
+        tl.debug_barrier()  # the next key tile reads the dQ that other threads of this program wrote
+
+
+# ---------------------------------------------------------------------------------------------------------------------------- launches
+
+
+class Forward(NamedTuple):
+    """What the forward leaves behind. A query that sees no key has out 0, row_max -inf and row_sum 0."""
+
+    out: Float[Tensor, "batch heads queries dim"]  # in the inputs' dtype
+    row_max: Float[Tensor, "batch heads queries"]  # largest sign(scale) q k: not yet scaled
+    row_sum: Float[Tensor, "batch heads queries"]  # sum of exp(score - largest score)
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, call: Call, tile: Tiles) -> Forward:
+    """Algorithm 1, with tiles of the given sizes."""
+    rows = (call.batch, call.heads, call.queries)
+    out = torch.zeros((*rows, call.dim), dtype=torch.float32, device=query.device)
+    row_max = torch.full(rows, -math.inf, dtype=torch.float32, device=query.device)
+    row_sum = torch.zeros(rows, dtype=torch.float32, device=query.device)
+    tensors = _with_strides(query=query, key=key, value=value, out=out) | {"row_max": row_max, "row_sum": row_sum}
+    sizes = {"heads": call.heads, "groups": call.groups, "queries": call.queries, "keys": call.keys, "offset": call.offset}
+    arguments = tensors | sizes | _scaling(call) | _dropout(call) | _constants(call, tile)
+    Launch(forward_kernel, (call.batch * call.heads,), arguments, **OPTIONS).run()
+    return Forward(out.to(query.dtype), row_max, row_sum)
+
+
+def backward(query: Tensor, key: Tensor, value: Tensor, dout: Tensor, saved: Forward, call: Call, tile: Tiles) -> tuple[Tensor, Tensor, Tensor]:
+    """Algorithm 4, with tiles of the given sizes: the gradients of query, key and value, in their dtype."""
+    dquery = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    dkey = torch.empty(key.shape, dtype=key.dtype, device=key.device)
+    dvalue = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    tensors = _with_strides(query=query, key=key, value=value, dout=dout, out=saved.out, dquery=dquery, dkey=dkey, dvalue=dvalue)
+    sizes = {"kv_heads": call.kv_heads, "groups": call.groups, "queries": call.queries, "keys": call.keys, "offset": call.offset, "scale": call.scale}
+    statistics = {"row_max": saved.row_max, "row_sum": saved.row_sum}
+    arguments = tensors | statistics | sizes | _scaling(call) | _dropout(call) | _constants(call, tile)
+    Launch(backward_kernel, (call.batch * call.kv_heads,), arguments, **OPTIONS).run()
+    return dquery.to(query.dtype), dkey, dvalue
+
+
+OPTIONS = {"num_warps": 8, "num_stages": 1}  # nothing to pipeline: the loops hold barriers
+
+
+def _with_strides(**tensors: Tensor) -> dict[str, Any]:
+    return tensors | {f"{name}_strides": tensor.stride() for name, tensor in tensors.items()}
+
+
+def _scaling(call: Call) -> dict[str, float]:
+    """The scale's sign and |scale| log2(e), kept above 0 in float32: -inf times it must stay -inf."""
+    scale = Scale.of(call.scale)
+    return {"sign": float(scale.sign), "exponent_scale": max(scale.magnitude * math.log2(math.e), torch.finfo(torch.float32).tiny)}
+
+
+def _dropout(call: Call) -> dict[str, float]:
+    return {"seed": call.dropout_seed, "last_dropped": max(call.dropout_threshold - 1, 0), "keep_scale": 1.0 / (1.0 - call.dropout_p)}
+
+
+def _constants(call: Call, tile: Tiles) -> dict[str, Any]:
+    return {
+        "CAUSAL": call.is_causal,
+        "DROPOUT": call.dropout_p > 0.0,
+        "DIM": call.dim,
+        "PADDED_DIM": padded_dim(call.dim),
+        "QUERY_TILE": tile.query,
+        "KEY_TILE": tile.key,
+    }
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        saved = forward(query, key, value, call, tiles(call.dim, resident=4))
+        ctx.save_for_backward(query, key, value, *saved)
+        ctx.call = call
+        # Natural log of the scores' sum of exponentials. The maximum of a row that saw nothing is -inf, and so is its lse.
+        lse = torch.where(saved.row_sum > 0.0, saved.row_max * abs(call.scale) + saved.row_sum.log(), -math.inf)
+        ctx.mark_non_differentiable(lse)
+        return saved.out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, *saved = ctx.saved_tensors
+        return *backward(query, key, value, dout, Forward(*saved), ctx.call, tiles(ctx.call.dim, resident=8)), None
+
+
+def attention(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys dim"],
+    *,
+    is_causal: bool = False,
+    causal_alignment: Alignment = "top_left",
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    return_lse: bool = False,
+) -> Float[Tensor, "batch heads queries dim"] | tuple[Float[Tensor, "batch heads queries dim"], Float[Tensor, "batch heads queries"]]:
+    """softmax(scale query key^T) value, in float32, float16 or bfloat16, with gradients of query, key and value.
+
+    scale defaults to 1/sqrt(dim). With is_causal, query i sees key j when j <= i ("top_left"), or when j <= i + keys - queries ("bottom_right").
+    With enable_gqa, heads is a multiple of kv_heads. dropout_p of the weights are zeroed and the others divided by 1 - dropout_p; the same seed drops the
+    same ones. With return_lse, also the natural log of each query's sum of exponentials of scores, float32, without a gradient. A query that sees no key has
+    output 0 and lse -inf.
+
+    Raises TypeError or ValueError naming the argument that is wrong.
+    """
+    call = check_call(
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+    )
+    out, lse = _Attention.apply(query, key, value, call)
+    return (out, lse) if return_lse else out
+
+
+def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
+    """Products exact, sums in float32, weights cast to the input dtype; 16-bit products on tensor cores where there are any.
+
+    Tiles narrow as the head dim grows. The claim is the narrowest, which makes the most steps; within wider ones sums are trees, no deeper than it is long.
+    """
+    narrowest = tiles(256, resident=8)
+    on_tensor_cores = device == "cuda" and dtype != "float32"
+    return Arithmetic(accumulate="tensor_core" if on_tensor_cores else "fma", key_tile=tiles(256, resident=4).key, query_tile=narrowest.query)
+
+
+implementation = Implementation(
+    name="triton.fa1",
+    attention=attention,
+    summary="FlashAttention-1 in Triton: outer loop over keys, the output rescaled in device memory at every step.",
+    supports=Supports(
+        causal=("top_left", "bottom_right"),
+        scale="finite",
+        grouped_heads=True,
+        cross_lengths=True,
+        strided=True,
+        dropout=True,
+        lse=True,
+        deterministic=True,
+        batch_invariant=True,
+    ),
+    arithmetic=arithmetic,
+)
