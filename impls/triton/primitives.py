@@ -1,0 +1,168 @@
+"""What the Triton kernels share: products, roundings, loads and dropout on the device, and the launch of a kernel on the host.
+
+The functions on the device hide the one difference between a GPU and Triton's interpreter: the interpreter takes a bfloat16 for the integer that
+holds its bits, so there every operation on one goes through float32, which is exact, and the way back is rounded here.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+LOG2_E = tl.constexpr(math.log2(math.e))
+INFINITY = tl.constexpr(math.inf)
+
+
+def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a function that kernels call. Interpreted it stays plain Python, since a call between two jit functions there costs half a millisecond."""
+    return function if INTERPRETED.value else triton.jit(function)
+
+
+@device_function
+def dot(a, b, accumulator=None):
+    """a b + accumulator in float32: exact products of the operands' own dtype, and no TF32."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, accumulator, input_precision="ieee")
+
+
+@device_function
+def rounded(x, DTYPE: tl.constexpr):
+    """float32 to `DTYPE`, to the nearest and ties to even. Interpreted, Triton's own cast to bfloat16 truncates."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        result = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        result = x.to(DTYPE)
+    return result
+
+
+@device_function
+def times_sign(x, SIGN: tl.constexpr):
+    """SIGN x, exactly; SIGN is 1, -1 or 0."""
+    if SIGN == 1:
+        result = x
+    else:
+        result = rounded(x.to(tl.float32) * SIGN, x.dtype)
+    return result
+
+
+@device_function
+def start_of(pointer, strides, batch, head, row):
+    """Row `row` of one head of a [batch, heads, length, dim] tensor, by 64-bit offsets."""
+    return pointer + tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1] + tl.cast(row, tl.int64) * strides[2]
+
+
+@device_function
+def offsets_of(strides, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr):
+    """Offsets of a tile [LENGTH, PADDED_DIM] from its first element, in 64 bits: one row may be 2^31 elements from the next."""
+    row = tl.arange(0, LENGTH).to(tl.int64)[:, None] * strides[2]
+    column = tl.arange(0, PADDED_DIM).to(tl.int64)[None, :] * strides[3]
+    return row + column
+
+
+@device_function
+def load_tile(pointers, first_row, rows, DIM: tl.constexpr, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, TAIL: tl.constexpr):
+    """A tile [LENGTH, PADDED_DIM] with zeros past the head dim and, where TAIL says that there may be such rows, past the tensor's last row.
+
+    Memory that the tensor does not own is never read: it may hold NaN, and 0 NaN is NaN.
+    """
+    if TAIL:
+        mask = (first_row + tl.arange(0, LENGTH) < rows)[:, None]
+        if DIM != PADDED_DIM:
+            mask = mask & (tl.arange(0, PADDED_DIM) < DIM)[None, :]
+        tile = tl.load(pointers, mask=mask, other=0.0)
+    elif DIM != PADDED_DIM:
+        tile = tl.load(pointers, mask=(tl.arange(0, PADDED_DIM) < DIM)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@device_function
+def store_tile(pointers, tile, first_row, rows, DIM: tl.constexpr, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr):
+    """Rounds a float32 tile [LENGTH, PADDED_DIM] to the tensor's dtype and stores what of it lies inside the tensor."""
+    mask = (first_row + tl.arange(0, LENGTH) < rows)[:, None]
+    if DIM != PADDED_DIM:
+        mask = mask & (tl.arange(0, PADDED_DIM) < DIM)[None, :]
+    tl.store(pointers, rounded(tile, pointers.dtype.element_ty), mask=mask)
+
+
+@device_function
+def kept(seed, last_dropped, batch, head, query, key):
+    """Dropout's mask at the positions `query` and `key`, which broadcast: the first word of Philox 4x32-10 is above `last_dropped`.
+
+    Key the 64-bit seed, counter (key, query, head, batch): the same entry is drawn in the forward and in both backward kernels.
+    """
+    word, _, _, _ = tl.philox(seed, key, query, head, batch)
+    return word > last_dropped.to(tl.uint32)
+
+
+# ------------------------------------------------------------------------------------------------------------------------------ host
+
+
+def padded_dim(dim: int) -> int:
+    """The power of two that tiles of this head dim are padded to; tl.dot takes 16 at least."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A scale as the kernels use it: scores = sign (q k) magnitude, so that the row maximum of sign (q k) is the row maximum of the scores.
+
+    The sign is folded into an operand, exactly. A zero scale is sign 0 and magnitude 1: every score is 0, and -inf times the magnitude stays -inf.
+    """
+
+    sign: int
+    magnitude: float
+    exponent: float  # magnitude log2 e
+
+    @classmethod
+    def of(cls, scale: float) -> "Scale":
+        """Raises ValueError for a scale beyond float32."""
+        magnitude, exponent = float(np.float32(abs(scale))), float(np.float32(abs(scale) * math.log2(math.e)))
+        if math.isinf(exponent):
+            raise ValueError(f"scale: {scale} is beyond float32, in which scores are computed; its magnitude is at most 2.3e38")
+        if magnitude == 0.0:
+            return cls(sign=0, magnitude=1.0, exponent=math.log2(math.e))
+        return cls(sign=1 if scale > 0.0 else -1, magnitude=magnitude, exponent=exponent)
+
+
+def with_strides(**tensors: Tensor) -> dict[str, Any]:
+    """A kernel's arguments for tensors that may lie anyhow: each by its name, and its strides as `<name>_strides`."""
+    return tensors | {f"{name}_strides": tensor.stride() for name, tensor in tensors.items()}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel: its grid, its arguments by name, constants included, and the options of its compilation.
+
+    A launch is data: `run` starts it, and a test compiles it for a GPU that is not there.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the compilation. Fusing a product with a sum into an fma is chosen, not inherited: Triton's default is about to change."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+
+    def run(self) -> None:
+        """Starts the kernel on the device of its tensors."""
+        tensor = next(argument for argument in self.arguments.values() if isinstance(argument, Tensor))
+        # Interpreted, kernels are NumPy, which warns where a GPU goes on in silence (the exponential of -inf, an overflow in a row that is never stored).
+        with torch.cuda.device_of(tensor), np.errstate(all="ignore"):
+            self.kernel[self.grid](**self.arguments, **self.options)
