@@ -39,6 +39,7 @@ class Supports:
     masked_nan: bool = False  # NaN inside a masked key or value changes nothing
     deterministic: bool = False  # two runs agree bitwise
     batch_invariant: bool = False  # a slice of a batch agrees bitwise with the batch
+    linear_memory: bool = False  # beyond inputs and outputs, memory at most doubles when the sequence doubles
 
 
 @dataclass(frozen=True, kw_only=True)

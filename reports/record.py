@@ -30,7 +30,7 @@ class Claim(msgspec.Struct, tag="claim", kw_only=True, frozen=True):
     run: str
     implementation: str
     summary: str
-    supports: dict[str, str | int | float | bool | list[str] | list[int]]  # the fields of impls.spec.Supports
+    supports: dict[str, str | int | float | bool | list[str | int]]  # the fields of impls.spec.Supports
     arithmetic: dict[str, dict[str, str | int | float | None]]  # "float16 on cuda" -> the fields of impls.spec.Arithmetic
     bare: bool
 
@@ -156,7 +156,7 @@ _decoder = msgspec.json.Decoder(Record)
 
 def figure(value: float) -> float | str:
     """A number as a record holds it: "nan", "inf" and "-inf" as text, which float() reads back."""
-    return value if math.isfinite(value) else str(value)
+    return float(value) if math.isfinite(value) else str(float(value))
 
 
 def append(path: Path, record: Record) -> None:

@@ -178,8 +178,11 @@ def dropout_seed(case: Case) -> int:
     return (case.seed + 1) * 0x9E3779B97F4A7C15 % 2**64
 
 
-def inputs(case: Case, device: str | torch.device = "cpu") -> Inputs:
-    """Builds the tensors of a case. Values are exact in the case's dtype and do not depend on the machine."""
+def inputs(case: Case, device: str | torch.device = "cpu", outside: float = math.nan) -> Inputs:
+    """Builds the tensors of a case. Values are exact in the case's dtype and do not depend on the machine.
+
+    outside: what the memory around the tensors and between their rows holds.
+    """
     query = _normal(case, 0, (case.batch, case.heads, case.queries, case.dim))
     key = _normal(case, 1, (case.batch, case.kv_heads, case.keys, case.dim))
     value = _normal(case, 2, (case.batch, case.kv_heads, case.keys, case.dim))
@@ -211,7 +214,7 @@ def inputs(case: Case, device: str | torch.device = "cpu") -> Inputs:
         key[..., 0] = product / power
     dtype = getattr(torch, case.dtype)
     tensors = [
-        _laid_out(_rounded(name, numbers, dtype), case.layout, device) for name, numbers in (("query", query), ("key", key), ("value", value), ("dout", dout))
+        _laid_out(_rounded(name, numbers, dtype), case.layout, device, outside) for name, numbers in (("query", query), ("key", key), ("value", value), ("dout", dout))
     ]
     return Inputs(*tensors, block_mask=_block_mask(case, device))
 
@@ -251,18 +254,19 @@ def _block_mask(case: Case, device: str | torch.device) -> Tensor | None:
 GUARD = 1024  # elements of NaN on either side of a contiguous tensor; keeps the alignment that kernels ask for
 
 
-def _laid_out(tensor: Tensor, layout: Layout, device: str | torch.device) -> Tensor:
+def _laid_out(tensor: Tensor, layout: Layout, device: str | torch.device, outside: float) -> Tensor:
     batch, heads, length, dim = tensor.shape
     tensor = tensor.to(device)
+    view: Tensor
     match layout:
         case "contiguous":
-            buffer = torch.full((tensor.numel() + 2 * GUARD,), math.nan, dtype=tensor.dtype, device=device)
+            buffer = torch.full((tensor.numel() + 2 * GUARD,), outside, dtype=tensor.dtype, device=device)
             view = buffer[GUARD : GUARD + tensor.numel()].view(tensor.shape)
         case "transposed":  # [batch, length, heads, dim], as projections leave it
-            buffer = torch.full((batch, length + 1, heads, dim), math.nan, dtype=tensor.dtype, device=device)
+            buffer = torch.full((batch, length + 1, heads, dim), outside, dtype=tensor.dtype, device=device)
             view = buffer[:, :length].transpose(1, 2)
         case "sliced":  # every second row and every second column of a larger buffer
-            buffer = torch.full((batch, heads, 2 * length, 2 * dim), math.nan, dtype=tensor.dtype, device=device)
+            buffer = torch.full((batch, heads, 2 * length, 2 * dim), outside, dtype=tensor.dtype, device=device)
             view = buffer[:, :, ::2, ::2]
         case "expanded":  # one head's tensor for all heads, with a stride of 0
             return tensor[:, :1].clone().expand(batch, heads, length, dim)

@@ -1,0 +1,33 @@
+"""Output and LSE, inside the bound and without bias."""
+
+import pytest
+
+from tests import grids
+from tests.subject import FORWARD, Subject
+
+
+@pytest.mark.check(grid=grids.ordinary)
+def test_forward(subject: Subject) -> None:
+    """Every feature and family of the grid."""
+    for case in subject.cases:
+        subject.judge(case, FORWARD)
+
+
+@pytest.mark.check(grid=grids.lengths, single=False)
+def test_forward_over_lengths(subject: Subject) -> None:
+    """One shape over sequence lengths."""
+    for case in subject.cases:
+        subject.judge(case, FORWARD, axes={"queries": case.queries})
+
+
+@pytest.mark.check(grid=grids.magnitudes, single=False)
+def test_forward_over_magnitudes(subject: Subject) -> None:
+    """One shape over the magnitude of the scores."""
+    for case in subject.cases:
+        subject.judge(case, FORWARD, axes={"magnitude": case.magnitude})
+
+
+@pytest.mark.check(grid=grids.small, single=False)
+def test_forward_search(subject: Subject) -> None:
+    """Cases that Hypothesis draws, climbing on rho."""
+    subject.search(FORWARD, grids.drawn(subject.implementation.supports, subject.dtype))

@@ -1,0 +1,33 @@
+"""The gradients of query, key and value, inside the bound and without bias."""
+
+import pytest
+
+from tests import grids
+from tests.subject import BACKWARD, Subject
+
+
+@pytest.mark.check(grid=grids.ordinary, claims=("backward",))
+def test_backward(subject: Subject) -> None:
+    """Every feature and family of the grid."""
+    for case in subject.cases:
+        subject.judge(case, BACKWARD)
+
+
+@pytest.mark.check(grid=grids.lengths, claims=("backward",), single=False)
+def test_backward_over_lengths(subject: Subject) -> None:
+    """One shape over sequence lengths."""
+    for case in subject.cases:
+        subject.judge(case, BACKWARD, axes={"queries": case.queries})
+
+
+@pytest.mark.check(grid=grids.magnitudes, claims=("backward",), single=False)
+def test_backward_over_magnitudes(subject: Subject) -> None:
+    """One shape over the magnitude of the scores."""
+    for case in subject.cases:
+        subject.judge(case, BACKWARD, axes={"magnitude": case.magnitude})
+
+
+@pytest.mark.check(grid=grids.small, claims=("backward",), single=False)
+def test_backward_search(subject: Subject) -> None:
+    """Cases that Hypothesis draws, climbing on rho."""
+    subject.search(BACKWARD, grids.drawn(subject.implementation.supports, subject.dtype))

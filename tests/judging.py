@@ -1,0 +1,134 @@
+"""Judges an answer: the exact result with its certainty, the bound of the claim, rho and bias for every tensor."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from impls.spec import Arithmetic
+from oracles import ball, bounds, verdict
+from oracles.naive import Attention
+from oracles.problem import Problem
+from reports.record import Certainty
+from tests.cases import Case, inputs
+from tests.running import Answer, TensorName
+
+CERTIFIED_PRODUCTS = 2**21  # batch x heads x queries x keys x dim up to which every element is enclosed in a ball
+SAMPLED_FROM = 1024  # keys from which rows are sampled and enclosed beside the float64 oracle
+
+
+@dataclass(frozen=True, eq=False)
+class Exact:
+    """The exact result of a case, what it may be off by, and the bound of one claim around it."""
+
+    answer: Attention
+    error: Attention  # of the oracle itself
+    bound: Attention
+    statistical: Attention | None  # the probabilistic bound, where it gates
+    certainty: Certainty
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The verdict on one tensor."""
+
+    tensor: TensorName
+    rho: verdict.Rho
+    statistical: verdict.Rho | None
+    bias: verdict.Bias | None
+    certainty: Certainty
+
+    @property
+    def worst_rho(self) -> float:
+        """The larger of the two rhos."""
+        return max(self.rho.value, self.statistical.value if self.statistical else 0.0)
+
+    @property
+    def passed(self) -> bool:
+        """Inside the bound, in every form that gates, and not leaning."""
+        return self.worst_rho <= 1.0 and not (self.bias and self.bias.leans)
+
+
+@lru_cache(maxsize=48)
+def exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
+    """The exact result of a case and the bound of a claim: certified when small, float64 with its own bound otherwise, sampled rows when long."""
+    problem = inputs(case, device).problem(case)
+    claims = [bounds.Claim(arithmetic), bounds.FLOAT64]
+    if bounds.has_statistical_gate(problem, arithmetic):
+        claims.append(bounds.Claim(arithmetic, "statistical"))
+    answer, found = bounds.evaluate(problem, claims)
+    error, certainty = found[1], "bounded"
+    if case.batch * case.heads * case.queries * case.keys * case.dim <= CERTIFIED_PRODUCTS:
+        answer, error = _enclosed(case)
+        answer, error, certainty = _to(answer, device), _to(error, device), "certified"
+    elif case.keys >= SAMPLED_FROM:
+        _check_sampled_rows(problem, answer, error)
+        certainty = "sampled"
+    return Exact(answer, error, found[0], found[2] if len(found) > 2 else None, certainty)
+
+
+@lru_cache(maxsize=256)
+def _enclosed(case: Case) -> tuple[Attention, Attention]:
+    enclosure = ball.attention(inputs(case).problem(case))
+    names = ("out", "lse", "dq", "dk", "dv")
+    balls = {name: getattr(enclosure, name) for name in names}
+    return Attention(**{name: b.mid for name, b in balls.items()}), Attention(**{name: b.radius for name, b in balls.items()})
+
+
+def _to(answer: Attention, device: str) -> Attention:
+    return Attention(*(tensor.to(device) for tensor in (answer.out, answer.lse, answer.dq, answer.dk, answer.dv)))
+
+
+def _check_sampled_rows(problem: Problem, answer: Attention, error: Attention) -> None:
+    """The float64 oracle, held against balls at the rows where tiles begin and end. A disagreement is a fault of the suite and ends the run."""
+    length = problem.query.shape[2]
+    rows = sorted({row for row in (0, 1, 63, 64, length // 2, length - 2, length - 1) if 0 <= row < length})
+    check_rows(problem, answer, error, 0, problem.query.shape[1] - 1, rows)
+
+
+def check_rows(problem: Problem, answer: Attention, error: Attention, batch: int, head: int, rows: list[int]) -> None:
+    """Raises AssertionError if a row of the float64 oracle lies outside its own bound around the ball."""
+    enclosed = ball.rows(problem, batch, head, torch.tensor(rows))
+    for name in ("out", "lse", "dq"):
+        sure = getattr(enclosed, name)
+        ours, allowed = getattr(answer, name)[batch, head, rows].cpu(), getattr(error, name)[batch, head, rows].cpu()
+        apart = torch.where(ours == sure.mid, 0.0, (ours - sure.mid).abs() - sure.radius)
+        if not bool((apart <= allowed).all()):
+            raise AssertionError(f"the float64 oracle is outside its own bound in {name}, batch {batch}, head {head}, rows {rows}")
+
+
+def judge(answer: Answer, case: Case, arithmetic: Arithmetic, names: tuple[TensorName, ...]) -> list[Judged]:
+    """The verdict on each of the named tensors that the answer has."""
+    device = answer["out"].device.type
+    truth = exact(case, arithmetic, device)
+    return [_judge_tensor(answer[name], name, truth) for name in names if name in answer]
+
+
+def _judge_tensor(actual: Tensor, name: TensorName, truth: Exact) -> Judged:
+    true, error, bound = (getattr(part, name) for part in (truth.answer, truth.error, truth.bound))
+    statistical = getattr(truth.statistical, name) if truth.statistical else None
+    return Judged(
+        tensor=name,
+        rho=verdict.rho(actual, true, bound, error),
+        statistical=verdict.rho(actual, true, statistical, error) if statistical is not None else None,
+        bias=verdict.bias(actual, true, statistical if statistical is not None else bound) if name != "lse" else None,
+        certainty=truth.certainty,
+    )
+
+
+def describe_row(case: Case, device: str, index: tuple[int, ...], tensor: TensorName) -> str:
+    """In words, what the row of an element of out, lse or dq looks like: how many keys it sees and how much its heaviest holds."""
+    if tensor in ("dk", "dv"):
+        return ""
+    problem = inputs(case, device).problem(case)
+    batch, head, row = index[:3]
+    query = problem.query[batch, head, row].to(torch.float64)
+    key = problem.key[batch, head // problem.groups].to(torch.float64)
+    visible = problem.mask.visible(batch, head, torch.tensor([row], device=query.device))[0]
+    count = int(visible.sum())
+    if count == 0:
+        return "the row sees no key"
+    weights = torch.softmax((problem.scale * (key @ query)).masked_fill(~visible, -math.inf), dim=0)
+    return f"one of {count} visible keys holds {100.0 * float(weights.max()):.3g} % of the row"

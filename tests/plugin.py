@@ -1,0 +1,383 @@
+"""The pytest plugin: the command line, which implementation each check is run over, records and report.
+
+A check is a test function that takes `subject` and carries `@pytest.mark.check(grid=..., claims=(...))`. It is generated for every selected implementation,
+dtype and device whose claims cover at least one case of its grid; what is not claimed leaves no test.
+"""
+
+import datetime
+import os
+import platform
+import subprocess
+import sys
+import tomllib
+import uuid
+from collections.abc import Generator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from impls import catalogue
+from impls.spec import DTYPES, Device, Dtype, Implementation
+from reports.record import Claim, Environment, Judgement, Record, append
+from tests.cases import Case, not_claimed
+from tests.subject import Subject, summary
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNS = ROOT / "reports" / "runs"
+SITE = ROOT / "reports" / "site"
+DEFECTS = ROOT / "tests" / "known_defects.toml"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("flashproof", "verification of attention kernels")
+    group.addoption("--impl", action="append", default=[], metavar="NAME", help="an implementation: a name or glob of the catalogue, pkg.mod:attr, or path/file.py:attr; repeatable")
+    group.addoption("--dtype", action="append", default=[], choices=DTYPES, help="only this dtype; repeatable")
+    group.addoption("--device", choices=("cpu", "cuda"), help="only on this device")
+    group.addoption("--case", metavar="LINE", help="only this case, as a report prints it; every check that takes it runs it")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "check(grid=..., claims=(), single=True): a check of an implementation over a grid of cases; single: it takes a --case")
+    config.addinivalue_line("markers", "gpu: runs on a CUDA device")
+    config.stash[STATE] = State.of(config)
+
+
+# ------------------------------------------------------------------------------------------------ what is run over what
+
+
+@dataclass(frozen=True)
+class Target:
+    """One implementation, dtype and device that a check is generated for, or the reason why the implementation cannot be loaded."""
+
+    name: str
+    dtype: Dtype
+    device: Device
+    implementation: Implementation | None
+    missing: str | None  # why it cannot run here
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.dtype}-{self.device}"
+
+
+class State:
+    """What a session knows: the selection of the command line, the run's name, the records."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.selected: list[str] = config.getoption("--impl")
+        self.case = _parsed_case(config.getoption("--case"))
+        self.dtypes: list[Dtype] = [self.case.dtype] if self.case else (config.getoption("--dtype") or list(DTYPES))
+        self.device: Device | None = config.getoption("--device")
+        worker = getattr(config, "workerinput", None)
+        self.run: str = worker["flashproof_run"] if worker else f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
+        self.is_worker = worker is not None
+        self.path = RUNS / f"{self.run}.jsonl"
+        self.written = 0
+        self.passed: dict[str, int] = {}
+        self.targets = self._targets()
+        self.defects = tomllib.loads(DEFECTS.read_text())["defect"] if DEFECTS.exists() else []
+
+    @classmethod
+    def of(cls, config: pytest.Config) -> "State":
+        try:
+            return cls(config)
+        except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
+            raise pytest.UsageError(str(error)) from error
+
+    def _targets(self) -> list[Target]:
+        names: list[str] = []
+        for pattern in self.selected or ["*"]:
+            names += [pattern] if ":" in pattern else catalogue.names([pattern])
+        targets = []
+        for name in dict.fromkeys(names):
+            implementation, failure = _loaded(name, asked_for=bool(self.selected))
+            for device in _devices(implementation, self.device):
+                missing = failure if implementation is None else implementation.missing(device) or _no_device(device)
+                dtypes = [dtype for dtype in self.dtypes if implementation is None or dtype in implementation.supports.dtypes]
+                targets += [Target(name, dtype, device, implementation, missing) for dtype in dtypes]
+        # Dtype first: the exact results of a check's cases are then computed once and judged against for every implementation.
+        return sorted(targets, key=lambda target: (target.device, DTYPES.index(target.dtype)))
+
+    def cases(self, marker: pytest.Mark, target: Target) -> list[Case]:
+        """The cases of a check's grid that the target claims; with --case, that one."""
+        if target.implementation is None:
+            return []
+        grid = [self.case] if self.case else marker.kwargs["grid"](target.dtype, target.device)
+        return [case for case in grid if not_claimed(case, target.implementation.supports) is None]
+
+    def record(self, record: Record) -> None:
+        """Appends a record, behind the environment that the run's file begins with."""
+        if not self.written:
+            append(self.path, _environment(self.run))
+        append(self.path, record)
+        self.written += 1
+        if isinstance(record, Judgement) and record.status == "passed":
+            self.passed[record.implementation] = self.passed.get(record.implementation, 0) + 1
+
+
+STATE = pytest.StashKey[State]()
+
+
+def _parsed_case(line: str | None) -> Case | None:
+    return Case.parse(line) if line else None
+
+
+def _loaded(name: str, *, asked_for: bool) -> tuple[Implementation | None, str | None]:
+    """The implementation, or why there is none: an optional backend that is absent. An error of what was named on the command line is one."""
+    try:
+        return catalogue.load(name), None
+    except ImportError as error:
+        if asked_for and ":" in name:
+            raise
+        return None, f"{error.name or name}: not installed"
+
+
+def _devices(implementation: Implementation | None, asked: Device | None) -> list[Device]:
+    claimed: list[Device] = list(implementation.supports.devices) if implementation else ["cpu"]
+    if asked:
+        return [asked] if asked in claimed else []
+    if torch.cuda.is_available():
+        return [device for device in claimed if implementation is None or device == "cuda" or implementation.missing(device) is None]
+    return [device for device in claimed if device == "cpu"] or claimed
+
+
+def _no_device(device: Device) -> str | None:
+    return "CUDA: no device" if device == "cuda" and not torch.cuda.is_available() else None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "subject" not in metafunc.fixturenames:
+        return
+    marker = metafunc.definition.get_closest_marker("check")
+    if marker is None:
+        raise pytest.UsageError(f"{metafunc.definition.nodeid}: a check takes @pytest.mark.check(grid=...)")
+    state = metafunc.config.stash[STATE]
+    targets = [target for target in state.targets if _covers(state, marker, target)]
+    parameters = [pytest.param(target, id=str(target), marks=[pytest.mark.gpu] if target.device == "cuda" else []) for target in targets]
+    metafunc.parametrize("subject", parameters, indirect=True)
+
+
+def _covers(state: State, marker: pytest.Mark, target: Target) -> bool:
+    if target.implementation is None:
+        return True
+    if state.case and not marker.kwargs.get("single", True):
+        return False
+    supports = target.implementation.supports
+    return all(getattr(supports, claim) for claim in marker.kwargs.get("claims", ())) and bool(state.cases(marker, target))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    state = config.stash[STATE]
+    if state.selected or state.case:  # a verification: the tests of the suite itself stay out
+        checks = [item for item in items if item.get_closest_marker("check")]
+        chosen = [item for item in checks if _target(item) is not None]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+    for item in items:
+        target = _target(item)
+        if target is None:
+            continue
+        if target.missing:
+            item.add_marker(pytest.mark.skip(reason=target.missing))
+        elif defect := _defect(state, item, target):
+            item.add_marker(pytest.mark.xfail(reason=f"{defect['seen']} ({defect['link']})", strict=True))
+
+
+def _target(item: pytest.Item) -> Target | None:
+    callspec = getattr(item, "callspec", None)
+    target = callspec.params.get("subject") if callspec else None
+    return target if isinstance(target, Target) else None
+
+
+def _check_name(item: pytest.Item) -> str:
+    """tests/accuracy/test_forward.py::test_grid is the check accuracy/grid."""
+    return f"{item.path.parent.name}/{getattr(item, 'originalname', item.name).removeprefix('test_')}"
+
+
+def _defect(state: State, item: pytest.Item, target: Target) -> dict[str, str] | None:
+    if state.case:  # one case may well pass
+        return None
+    for defect in state.defects:
+        if (
+            defect["implementation"] == target.name
+            and defect["device"] == target.device
+            and target.dtype in defect["dtypes"]
+            and _check_name(item) in defect["checks"]
+        ):
+            return defect  # type: ignore[no-any-return]
+    return None
+
+
+# ------------------------------------------------------------------------------------------------ running a check
+
+
+@pytest.fixture
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """The implementation, dtype and device under a check."""
+    state, target = request.config.stash[STATE], request.param
+    marker = request.node.get_closest_marker("check")
+    defect = _defect(state, request.node, target)
+    return Subject(
+        implementation=target.implementation,
+        dtype=target.dtype,
+        device=target.device,
+        check=_check_name(request.node),
+        cases=state.cases(marker, target),
+        run=state.run,
+        emit=lambda record: _attach(request.node, record),
+        defect=f"{defect['seen']} ({defect['link']})" if defect else "",
+    )
+
+
+class Recorder:
+    """Lets a test of the suite add records that are not judgements: memory, traffic, curves, compiler figures."""
+
+    def __init__(self, run: str, item: pytest.Item) -> None:
+        self.run = run
+        self._item = item
+
+    def add(self, record: Record) -> None:
+        """Adds a record to the run."""
+        _attach(self._item, record)
+
+
+@pytest.fixture
+def recorder(request: pytest.FixtureRequest) -> Recorder:
+    """Where a test puts what it measured."""
+    return Recorder(request.config.stash[STATE].run, request.node)
+
+
+def _attach(item: pytest.Item, record: Record) -> None:
+    # User properties travel from a worker to the controller, so one process writes the file.
+    item.user_properties.append(("flashproof", msgspec.json.encode(record).decode()))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    result = yield
+    subject = pyfuncitem.funcargs.get("subject")
+    if isinstance(subject, Subject):
+        if subject.failures:
+            pytest.fail(summary(subject), pytrace=False)
+        if not subject.judged:
+            pytest.skip(f"refused: {subject.refusals[0]}" if subject.refusals else "nothing to judge")
+    return result
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when != "call" or _session_state is None or _session_state.is_worker:
+        return
+    for name, text in report.user_properties:
+        if name == "flashproof":
+            _session_state.record(_decoder.decode(str(text)))
+
+
+_decoder = msgspec.json.Decoder(Record)
+_session_state: State | None = None  # pytest_runtest_logreport is given no config
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    global _session_state  # noqa: PLW0603
+    _session_state = session.config.stash[STATE]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: object) -> None:
+    """Under pytest-xdist every worker belongs to the controller's run."""
+    node.workerinput["flashproof_run"] = node.config.stash[STATE].run  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------------------ the end of a run
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    state = session.config.stash[STATE]
+    if state.is_worker or session.config.option.collectonly:
+        return
+    if state.written:
+        for target in state.targets:
+            if target.implementation is not None and not target.missing:
+                state.record(_claim(state, target.implementation))
+    if state.selected and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) and _unverified(state):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _unverified(state: State) -> list[str]:
+    """Selected implementations of which nothing was judged, although they could run here; or that were named and cannot run here."""
+    named = [name for name in state.selected if not any(letter in name for letter in "*?[")]
+    reasons = {target.name: target.missing for target in state.targets}
+    return [name for name, missing in reasons.items() if not state.passed.get(name) and (missing is None or name in named)]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    state = config.stash[STATE]
+    if state.is_worker or config.option.collectonly:
+        return
+    if state.selected:
+        reasons = {target.name: target.missing for target in state.targets}
+        for name in _unverified(state):
+            terminalreporter.write_line(f"not verified: {name} ({reasons[name] or 'no case was judged'})", red=True)
+    if not state.written:
+        return
+    from reports.pages import write_site
+
+    index = write_site([state.path], SITE)
+    terminalreporter.write_line(f"records: {os.path.relpath(state.path)}")
+    terminalreporter.write_line(f"report:  {os.path.relpath(index)}")
+
+
+def _claim(state: State, implementation: Implementation) -> Claim:
+    supports = implementation.supports
+    arithmetic = {f"{dtype} on {device}": asdict(implementation.arithmetic(dtype, device)) for dtype in supports.dtypes for device in supports.devices}
+    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(supports).items()}
+    return Claim(run=state.run, implementation=implementation.name, summary=implementation.summary, supports=fields, arithmetic=arithmetic, bare=implementation.bare)
+
+
+def _environment(run: str) -> Environment:
+    cuda = torch.cuda.is_available()
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for module in ("triton", "hypothesis", "flint", "mpmath"):
+        loaded = sys.modules.get(module)
+        if loaded is not None and hasattr(loaded, "__version__"):
+            versions[module] = str(loaded.__version__)
+    if cuda:
+        versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())} | _driver()
+    return Environment(
+        run=run,
+        date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
+        commit=_commit(),
+        device=torch.cuda.get_device_name() if cuda else _processor(),
+        kind="cuda" if cuda else "cpu",
+        versions=versions,
+        command=" ".join(["pytest", *sys.argv[1:]]),
+    )
+
+
+def _commit() -> str:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _processor() -> str:
+    try:
+        models = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    except OSError:
+        models = []
+    return f"{models[0]}, {len(models)} cores" if models else platform.processor() or platform.machine()
+
+
+def _driver() -> dict[str, str]:
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return {"driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]}
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return {}

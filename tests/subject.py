@@ -1,0 +1,246 @@
+"""The subject of a check: one implementation, one dtype, one device. Runs it on the cases, judges, records, and tells the reader what failed.
+
+A check is a test function that takes `subject` and carries `@pytest.mark.check(grid)`; it says what to do with each case, never for whom.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import hypothesis
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from impls.spec import Device, Dtype, Implementation
+from reports.record import Element, Judgement, Record, Status
+from tests import judging, profiles
+from tests.cases import Case, Inputs, inputs
+from tests.judging import Judged
+from tests.running import Answer, Fault, Refused, TensorName, attend
+
+FORWARD: tuple[TensorName, ...] = ("out", "lse")
+BACKWARD: tuple[TensorName, ...] = ("dq", "dk", "dv")
+
+
+@dataclass(eq=False)
+class Subject:
+    """What a check is given. `cases` are those of the check's grid that the implementation claims, or the one of the command line."""
+
+    implementation: Implementation
+    dtype: Dtype
+    device: Device
+    check: str  # "accuracy/forward"
+    cases: list[Case]
+    run: str
+    emit: Callable[[Record], None]
+    defect: str = ""  # the known defect expected of this check here
+    failures: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    judged: int = 0
+
+    # ------------------------------------------------------------------------------------------------ figures
+
+    def judge(self, case: Case, names: tuple[TensorName, ...], *, axes: dict[str, float] | None = None) -> list[Judged]:
+        """Runs the case and judges the named tensors by rho and bias. Empty when the kernel refused or failed to answer."""
+        answer = self.attend(case, backward=not set(names) <= set(FORWARD))
+        return [] if answer is None else self.judge_answer(answer, case, names, axes=axes)
+
+    def judge_answer(self, answer: Answer, case: Case, names: tuple[TensorName, ...], *, axes: dict[str, float] | None = None) -> list[Judged]:
+        """Judges tensors that a kernel answered for a case."""
+        arithmetic = self.implementation.arithmetic(self.dtype, self.device)
+        verdicts = judging.judge(answer, case, arithmetic, names)
+        for judged in verdicts:
+            self._record_judged(judged, case, answer.seconds, axes or {})
+        return verdicts
+
+    def attend(self, case: Case, *, backward: bool, given: Inputs | None = None) -> Answer | None:
+        """The answer to a case, or None when it was refused or failed; either is recorded. `given` replaces the case's own tensors."""
+        try:
+            answer = attend(self.implementation, case, given or inputs(case, self.device), backward=backward)
+        except Refused as refusal:
+            self.refusals.append(str(refusal))
+            self._emit(case, "refused", message=str(refusal))
+            return None
+        except Fault as fault:
+            self.fail(case, str(fault))
+            return None
+        if backward and not answer.has_gradient:
+            if self.implementation.bare:
+                self.refusals.append("the output carries no gradient")
+                self._emit(case, "refused", message="the output carries no gradient: backward is not verified")
+                return None
+            self.fail(case, "the output carries no gradient, and backward is claimed")
+            return None
+        return answer
+
+    # ------------------------------------------------------------------------------------------------ properties
+
+    def expect(self, holds: bool, case: Case, message: str) -> None:
+        """Records a property that holds or not. `message` says what is wrong when it does not."""
+        if holds:
+            self.judged += 1
+            self._emit(case, "passed")
+        else:
+            self.fail(case, message)
+
+    def expect_equal(self, first: Tensor, second: Tensor, case: Case, name: str, message: str) -> None:
+        """Bitwise equality of two results (0 and -0 count as equal); the failure says where they part."""
+        if torch.equal(first, second):
+            self.expect(True, case, message)
+            return
+        apart = (first != second) & ~(first.isnan() & second.isnan())
+        if not apart.any():
+            self.fail(case, f"{message}: {name} holds NaN")
+            return
+        index = tuple(int(i) for i in apart.nonzero()[0])
+        self.fail(case, f"{message}: {name} differs in {int(apart.sum())} of {apart.numel()} elements, first at {list(index)}: {first[index].item()} and {second[index].item()}")
+
+    def fail(self, case: Case, message: str) -> None:
+        """Records a failure without figures."""
+        self.judged += 1
+        self._emit(case, "failed", message=message)
+        self.failures.append(f"{self.implementation.name}  {self.dtype}  {self.check}\n{message}\n{self.again(case)}")
+
+    # ------------------------------------------------------------------------------------------------ search
+
+    def search(self, names: tuple[TensorName, ...], strategy: st.SearchStrategy[Case]) -> None:
+        """Lets Hypothesis look for a case that fails, climbing on rho, and shrinks what it finds. Only the worst case is recorded."""
+        worst: tuple[float, list[Judged], Case, float] | None = None
+        failed: list[tuple[list[Judged], Case, float, str]] = []
+
+        @profiles.search
+        @hypothesis.given(strategy)
+        def attempt(case: Case) -> None:
+            nonlocal worst
+            backward = not set(names) <= set(FORWARD)
+            try:
+                answer = attend(self.implementation, case, inputs(case, self.device), backward=backward)
+            except Refused as refusal:
+                self.refusals.append(str(refusal))
+                return
+            except Fault as fault:
+                failed.append(([], case, 0.0, str(fault)))
+                raise AssertionError(str(fault)) from fault
+            if backward and not answer.has_gradient:
+                return
+            verdicts = judging.judge(answer, case, self.implementation.arithmetic(self.dtype, self.device), names)
+            rho = max((judged.worst_rho for judged in verdicts), default=0.0)
+            if math.isfinite(rho):
+                hypothesis.target(rho, label="rho")
+            if worst is None or rho >= worst[0]:
+                worst = (rho, verdicts, case, answer.seconds)
+            if not all(judged.passed for judged in verdicts):
+                failed.append((verdicts, case, answer.seconds, ""))
+                raise AssertionError(f"rho {rho:.3g}")
+
+        try:
+            attempt()
+        except (AssertionError, hypothesis.errors.Flaky, ExceptionGroup):
+            verdicts, case, seconds, fault = failed[-1]  # Hypothesis ends with the smallest case that it found
+            if fault:
+                self.fail(case, fault)
+            for judged in verdicts:
+                self._record_judged(judged, case, seconds, {})
+            return
+        if worst is not None:
+            _, verdicts, case, seconds = worst
+            for judged in verdicts:
+                self._record_judged(judged, case, seconds, {})
+
+    # ------------------------------------------------------------------------------------------------ records and words
+
+    def again(self, case: Case) -> str:
+        """The command that repeats a case."""
+        device = "" if self.device == "cpu" else f" --device {self.device}"
+        return f"again: pytest --impl {self.implementation.name}{device} --case '{case}'"
+
+    def _emit(self, case: Case, status: Status, **fields: object) -> None:
+        if status == "failed" and self.defect:
+            status, fields["message"] = "known defect", f"{fields.get('message', '')} {self.defect}".strip()
+        self.emit(
+            Judgement(
+                run=self.run,
+                implementation=self.implementation.name,
+                check=self.check,
+                case=str(case),
+                dtype=self.dtype,
+                device=self.device,
+                status=status,
+                **fields,  # type: ignore[arg-type]
+            )
+        )
+
+    def _record_judged(self, judged: Judged, case: Case, seconds: float, axes: dict[str, float]) -> None:
+        self.judged += 1
+        message = ""
+        if not judged.passed:
+            message = self._block(judged, case)
+            self.failures.append(message)
+        worst = judged.rho.worst
+        self._emit(
+            case,
+            "passed" if judged.passed else "failed",
+            tensor=judged.tensor,
+            rho=_number(judged.rho.value),
+            rho_statistical=_number(judged.statistical.value) if judged.statistical else None,
+            bias=judged.bias.value if judged.bias else None,
+            bias_error=judged.bias.standard_error if judged.bias else None,
+            bias_allowance=judged.bias.allowance if judged.bias else None,
+            certainty=judged.certainty,
+            worst=Element(
+                index=worst.index,
+                got=_number(worst.got),
+                exact=_number(worst.exact),
+                error=_number(worst.error),
+                bound=_number(worst.bound),
+                note="" if judged.passed else judging.describe_row(case, self.device, worst.index, judged.tensor),
+            ),
+            seconds=seconds,
+            message=message,
+            axes=axes,
+        )
+
+    def _block(self, judged: Judged, case: Case) -> str:
+        """The failure as a reader sees it: how much, where, what the row is like, from which magnitude on, and the command that repeats it."""
+        gate, rho = ("statistical bound", judged.statistical) if judged.statistical and judged.statistical.value > judged.rho.value else ("bound", judged.rho)
+        worst = rho.worst
+        axes = ("batch", "head", "query", "dim") if judged.tensor in ("out", "lse", "dq") else ("batch", "head", "key", "dim")
+        place = ", ".join(f"{axis} {i}" for axis, i in zip(axes, worst.index, strict=False))
+        lines = [
+            f"{self.implementation.name}  {judged.tensor}  {self.dtype}  rho {rho.value:.3g}   error {worst.error:.2g}, {gate} {worst.bound:.2g}, {judged.certainty}",
+            f"worst at [{place}]: got {worst.got:.6g}, exact {worst.exact:.6g}",
+            judging.describe_row(case, self.device, worst.index, judged.tensor),
+        ]
+        if judged.bias and judged.bias.leans:
+            unit = "bounds" if self.dtype == "float32" else "output ulps"
+            lines.append(f"leans by {judged.bias.value:+.3g} {unit} on average, standard error {judged.bias.standard_error:.2g}, allowed {judged.bias.allowance}")
+        if len(self.failures) == 0:
+            lines.append(self._onset(case, judged.tensor))
+        return "\n".join([line for line in lines if line] + [self.again(case)])
+
+    def _onset(self, case: Case, name: TensorName) -> str:
+        """From which magnitude on the case fails, found by halving and, where that is no answer, nothing."""
+        arithmetic = self.implementation.arithmetic(self.dtype, self.device)
+        magnitude = case.magnitude
+        for _ in range(6):
+            lower = replace(case, magnitude=magnitude / 2.0)
+            try:
+                answer = attend(self.implementation, lower, inputs(lower, self.device), backward=name in BACKWARD)
+                if all(judged.passed for judged in judging.judge(answer, lower, arithmetic, (name,))):
+                    return f"passes at magnitude {magnitude / 2.0:g}, fails from {magnitude:g}"
+            except (Refused, Fault):
+                return ""
+            magnitude /= 2.0
+        return f"fails at every magnitude from {magnitude:g} to {case.magnitude:g}"
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def summary(subject: Subject, most: int = 3) -> str:
+    """All of a check's failures in one text: the first few whole, the rest counted."""
+    shown: Sequence[str] = subject.failures[:most]
+    rest = len(subject.failures) - len(shown)
+    return "\n\n".join([*shown, f"and {rest} more failure{'s' if rest != 1 else ''} of this check"] if rest else shown)
