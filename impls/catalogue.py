@@ -26,6 +26,11 @@ CATALOGUE: dict[str, str] = {
     "triton.fa1": "impls.triton.fa1:implementation",
     "triton.fa2": "impls.triton.fa2:implementation",
     "triton.block_sparse": "impls.triton.block_sparse:implementation",
+    "sdpa.math": "impls.peers.sdpa:math",
+    "sdpa.flash_cpu": "impls.peers.sdpa:flash_cpu",
+    "sdpa.flash": "impls.peers.sdpa:flash",
+    "sdpa.efficient": "impls.peers.sdpa:efficient",
+    "sdpa.cudnn": "impls.peers.sdpa:cudnn",
 }
 
 FORMS = "give a name of the catalogue, 'package.module:attribute' or 'path/file.py:attribute'"

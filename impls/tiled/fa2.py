@@ -211,6 +211,7 @@ implementation = Implementation(
         lse=True,
         deterministic=True,
         batch_invariant=True,
+        linear_memory=True,
     ),
     arithmetic=arithmetic,
     summary="FlashAttention-2 in plain PyTorch: query tiles outside, one division at the end.",

@@ -1,0 +1,142 @@
+"""PyTorch's `scaled_dot_product_attention`, one implementation for each kernel behind it.
+
+PyTorch chooses among its kernels by device, dtype and shape, and falls back without a word. Here each is pinned with `sdpa_kernel`: what the pinned kernel does
+not take is refused, with PyTorch's reasons. The pin covers the backward pass: its kernel is the one that the forward pass wrote into the graph.
+"""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from impls.spec import Arithmetic, Device, Dtype, Implementation, Supports
+
+
+def pinned(backend: SDPBackend) -> Callable[..., Tensor]:
+    """`scaled_dot_product_attention` on one kernel. Raises NotImplementedError, with PyTorch's reasons, for what it does not take."""
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        with warnings.catch_warnings(record=True) as reasons, sdpa_kernel(backend):
+            warnings.simplefilter("always")
+            try:
+                return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+            except RuntimeError as error:
+                if not str(error).startswith("No "):  # "No available kernel", "No viable backend"
+                    raise
+                why = "; ".join(str(reason.message).partition(" (Triggered")[0] for reason in reasons)
+                raise NotImplementedError(f"{backend.name} does not take this call: {why or error}") from error
+
+    return attention
+
+
+def unit_stride(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The fused kernels ask that the elements of a row stand side by side; where they do not, PyTorch falls back to math. Here such an input is copied."""
+
+    def with_copies(query: Tensor, key: Tensor, value: Tensor, **keywords: object) -> Tensor:
+        return attention(*(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)), **keywords)
+
+    return with_copies
+
+
+def not_on_cuda(device: Device) -> str | None:
+    """Why a kernel for CUDA cannot run."""
+    return "CUDA: no device" if device == "cuda" and not torch.cuda.is_available() else None
+
+
+def arithmetic_of_math(dtype: Dtype, device: Device) -> Arithmetic:
+    """Whole matrices; 16-bit inputs are cast to float32, and only results are cast back (aten `_scaled_dot_product_attention_math`)."""
+    return Arithmetic(accumulate="fma", weights="float32", exp_ulps=2.0)
+
+
+def arithmetic_of_flash_cpu(dtype: Dtype, device: Device) -> Arithmetic:
+    """Key tiles of 512, query tiles of 32 to 256. In 16 bit a tile's contribution is added to the 16-bit gradient itself, not to a float32 sum.
+
+    The exponential is the vector library's fast one, of 20 ulps (aten `FlashAttentionKernel.cpp`).
+    """
+    return Arithmetic(accumulate="fma", exp_ulps=20.0, key_tile=512, query_tile=32, gradients="float32" if dtype == "float32" else "input")
+
+
+def arithmetic_of_efficient(dtype: Dtype, device: Device) -> Arithmetic:
+    """Tensor cores in every dtype: float32 products are three TF32 products each (CUTLASS `OpMultiplyAddFastF32`)."""
+    return Arithmetic(accumulate="tensor_core", products="3xtf32" if dtype == "float32" else "exact")
+
+
+math = Implementation(
+    name="sdpa.math",
+    attention=pinned(SDPBackend.MATH),
+    supports=Supports(causal=("top_left",), scale="finite", grouped_heads=True, cross_lengths=True, strided=True),
+    arithmetic=arithmetic_of_math,
+    summary="PyTorch's textbook attention: whole matrices in float32.",
+    missing=not_on_cuda,
+)
+
+# A causal mask together with a scale of 0 or below is wrong in this kernel: it multiplies the -inf of hidden scores by the scale, and hidden keys are seen.
+flash_cpu = Implementation(
+    name="sdpa.flash_cpu",
+    attention=unit_stride(pinned(SDPBackend.FLASH_ATTENTION)),
+    supports=Supports(devices=("cpu",), causal=("top_left",), scale="positive", grouped_heads=True, cross_lengths=True, strided=True, linear_memory=True),
+    arithmetic=arithmetic_of_flash_cpu,
+    summary="PyTorch's fused kernel for the CPU.",
+)
+
+# The kernels for CUDA stand as they are (`bare`): beyond their claims they refuse, and say so, what no claim can name, such as causal masks with
+# queries != keys (flash, whose own alignment is bottom-right) or a single key (cuDNN).
+flash = Implementation(
+    name="sdpa.flash",
+    attention=unit_stride(pinned(SDPBackend.FLASH_ATTENTION)),
+    supports=Supports(
+        dtypes=("float16", "bfloat16"),
+        devices=("cuda",),
+        causal=("top_left",),
+        scale="positive",
+        grouped_heads=True,
+        cross_lengths=True,
+        strided=True,
+        linear_memory=True,
+    ),
+    summary="FlashAttention-2 as shipped with PyTorch.",
+    missing=not_on_cuda,
+    bare=True,
+)
+
+efficient = Implementation(
+    name="sdpa.efficient",
+    attention=unit_stride(pinned(SDPBackend.EFFICIENT_ATTENTION)),
+    supports=Supports(
+        devices=("cuda",), causal=("top_left",), scale="positive", cross_lengths=True, strided=True, dims=(8, 256), dim_multiple=8, linear_memory=True
+    ),
+    arithmetic=arithmetic_of_efficient,
+    summary="xFormers' memory-efficient kernel (CUTLASS) as shipped with PyTorch.",
+    missing=not_on_cuda,
+    bare=True,
+)
+
+cudnn = Implementation(
+    name="sdpa.cudnn",
+    attention=unit_stride(pinned(SDPBackend.CUDNN_ATTENTION)),
+    supports=Supports(
+        dtypes=("float16", "bfloat16"),
+        devices=("cuda",),
+        causal=("top_left",),
+        scale="positive",
+        grouped_heads=True,
+        cross_lengths=True,
+        strided=True,
+        dims=(8, 128),
+        dim_multiple=8,
+        linear_memory=True,
+    ),
+    summary="cuDNN's fused attention, through PyTorch.",
+    missing=not_on_cuda,
+    bare=True,
+)
