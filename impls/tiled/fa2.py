@@ -2,24 +2,22 @@
 
 What changed against FlashAttention-1: the outer loop runs over tiles of queries, so that the output, the running maximum and the running sum of a tile stay
 on chip (here: local variables) until they are done; one division at the end instead of one a step; only the log-sum-exp is kept for the backward
-pass. The backward pass recomputes the weights twice: once by tiles of keys for dK and dV, once by tiles of queries for dQ. Each gradient has one writer, so
-there are no atomics and the sums have a fixed order.
+pass. The backward pass computes the weights again twice: by tiles of keys for dK and dV, by tiles of queries for dQ. Each gradient has one writer, so there are
+no atomics and the sums have a fixed order.
 
 Shapes: Br = QUERY_TILE queries, Bc = KEY_TILE keys, d = head dim; the last tile of a length is as short as it is.
 """
 
-from collections.abc import Iterator
 from itertools import product
 
 import torch
-from jaxtyping import Bool, Float, Float32
+from jaxtyping import Float, Float32
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from impls.call import Call, check_call
 from impls.spec import Alignment, Arithmetic, Device, Dtype, Implementation, Supports
-from impls.tiled.ieee import ieee_products
-from impls.tiled.philox import kept
+from impls.tiled.primitives import as_operand, dropped, hidden, ieee_products, on_chip, only, oriented, tiles, visible
 
 QUERY_TILE = 128
 KEY_TILE = 128
@@ -71,8 +69,8 @@ class _FlashAttention2(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dout: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
         with ieee_products():
-            query, key, value, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
             return *backward(query, key, value, out, lse, dout, ctx.call), None  # type: ignore[attr-defined]
 
 
@@ -83,7 +81,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     sharpness = abs(call.scale)
     for b, h in product(range(call.batch), range(call.heads)):
         for rows in tiles(call.queries, QUERY_TILE):
-            q = oriented(query[b, h, rows], call)  # [Br, d]
+            q = oriented(on_chip(query[b, h, rows]), call)  # [Br, d]
             maximum = q.new_full((len(q), 1), -torch.inf)
             total = q.new_zeros((len(q), 1))
             acc = torch.zeros_like(q)
@@ -91,13 +89,12 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
                 if hidden(rows, cols, call):
                     break
                 k, v = on_chip(key[b, h // call.groups, cols]), on_chip(value[b, h // call.groups, cols])  # [Bc, d]
-                scores = q @ k.T  # [Br, Bc], before the scale: subtracting first keeps equal scores equal
                 seen = visible(rows, cols, call, q.device)
-                scores = scores if seen is None else torch.where(seen, scores, -torch.inf)
-                # A row that has seen nothing keeps the maximum -inf; every weight that would come of -inf - -inf is replaced by 0.
+                # Scores wait for their scale until the maximum is subtracted, so that equal scores have a difference of exactly 0.
+                scores = only(seen, q @ k.T, -torch.inf)  # [Br, Bc]
+                # A row that has seen nothing keeps the maximum -inf; what would come of -inf - -inf is replaced by 0.
                 new_maximum = torch.maximum(maximum, scores.amax(dim=1, keepdim=True))
-                weights = torch.exp((scores - new_maximum) * sharpness)
-                weights = weights if seen is None else torch.where(seen, weights, 0.0)
+                weights = only(seen, torch.exp((scores - new_maximum) * sharpness), 0.0)
                 rescale = torch.where(maximum > -torch.inf, torch.exp((maximum - new_maximum) * sharpness), 0.0)
                 total = rescale * total + weights.sum(dim=1, keepdim=True)
                 acc = rescale * acc + as_operand(dropped(weights, b, h, rows, cols, call), query.dtype) @ v
@@ -113,21 +110,19 @@ def backward(
 ) -> tuple[Float[Tensor, "batch heads queries dim"], Float[Tensor, "batch kv_heads keys dim"], Float[Tensor, "batch kv_heads keys dim"]]:
     """Algorithm 2: the gradients, each summed in float32 and rounded once to the input dtype."""
     dquery, dkey, dvalue = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-    delta = torch.empty_like(lse)  # rowsum(dO o O) = rowsum(P o dP), the derivative of the softmax's normalisation
+    delta = torch.empty_like(lse)  # rowsum(dO o O) = rowsum(P o dP): what the normalisation takes from each gradient of a weight
     for b, h in product(range(call.batch), range(call.heads)):
         for rows in tiles(call.queries, QUERY_TILE):
             delta[b, h, rows] = (on_chip(dout[b, h, rows]) * on_chip(out[b, h, rows])).sum(dim=1)
 
     def step(b: int, h: int, rows: slice, cols: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Weights as the output saw them, gradient of the scores, and the tiles that both are multiplied with."""
-        q, do = on_chip(query[b, h, rows]), on_chip(dout[b, h, rows])  # [Br, d]
-        k, v = on_chip(key[b, h // call.groups, cols]), on_chip(value[b, h // call.groups, cols])  # [Bc, d]
-        weights = torch.exp((q @ k.T) * call.scale - lse[b, h, rows, None])  # [Br, Bc]
+        """P after dropout and dS [Br, Bc], and the tiles that they are multiplied with: q, dO [Br, d], k [Bc, d]."""
+        q, do = on_chip(query[b, h, rows]), on_chip(dout[b, h, rows])
+        k, v = on_chip(key[b, h // call.groups, cols]), on_chip(value[b, h // call.groups, cols])
         seen = visible(rows, cols, call, q.device)
+        weights = only(seen, torch.exp((q @ k.T) * call.scale - lse[b, h, rows, None]), 0.0)
         dweights = dropped(do @ v.T, b, h, rows, cols, call) / (1.0 - call.dropout_p)
-        dscores = weights * (dweights - delta[b, h, rows, None])
-        if seen is not None:  # both: a hidden value may be so large that dweights is infinite, and 0 times that is NaN
-            weights, dscores = torch.where(seen, weights, 0.0), torch.where(seen, dscores, 0.0)
+        dscores = only(seen, weights * (dweights - delta[b, h, rows, None]), 0.0)
         return as_operand(dropped(weights, b, h, rows, cols, call), query.dtype), as_operand(dscores, query.dtype), q, do, k
 
     for b, g in product(range(call.batch), range(call.kv_heads)):
@@ -154,47 +149,8 @@ def backward(
     return dquery, dkey, dvalue
 
 
-def tiles(length: int, size: int) -> Iterator[slice]:
-    """[0, length) in pieces of `size`, the last one shorter."""
-    return (slice(start, min(start + size, length)) for start in range(0, length, size))
-
-
-def hidden(rows: slice, cols: slice, call: Call) -> bool:
-    """Whether no query of the tile sees any key of it; then it is skipped. Tiles of keys further right are hidden too."""
-    return call.is_causal and cols.start > rows.stop - 1 + call.offset
-
-
-def visible(rows: slice, cols: slice, call: Call, device: torch.device) -> Bool[Tensor, "Br Bc"] | None:
-    """Which keys of a tile each query of it sees; None: all of them."""
-    if not call.is_causal or cols.stop - 1 <= rows.start + call.offset:
-        return None
-    return torch.arange(cols.start, cols.stop, device=device) <= torch.arange(rows.start, rows.stop, device=device)[:, None] + call.offset
-
-
-def on_chip(tile: Float[Tensor, "length d"]) -> Float32[Tensor, "length d"]:
-    """A tile in float32, in memory of its own: the caller's strides and alignment end here."""
-    return tile.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-
-
-def oriented(tile: Float[Tensor, "Br d"], call: Call) -> Float32[Tensor, "Br d"]:
-    """Queries with the sign of the scale, so that the largest product is the largest score."""
-    return on_chip(tile) if call.scale >= 0 else -on_chip(tile)
-
-
-def as_operand(weights: Float32[Tensor, "Br Bc"], dtype: torch.dtype) -> Float32[Tensor, "Br Bc"]:
-    """Rounded to the input dtype, as an operand of a tensor core is; products of such numbers are exact in float32."""
-    return weights.to(dtype).to(torch.float32)
-
-
-def dropped(weights: Float32[Tensor, "Br Bc"], b: int, h: int, rows: slice, cols: slice, call: Call) -> Float32[Tensor, "Br Bc"]:
-    """Weights with the dropped ones set to 0; the division by 1 - p is left to the caller, who does it once."""
-    if call.dropout_p == 0.0:
-        return weights
-    return torch.where(kept(call.dropout_seed, call.dropout_threshold, b, h, rows, cols, weights.device), weights, 0.0)
-
-
 def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
-    """Operands are cast to float32 and multiplied there, on every device: products of 16-bit numbers are exact, sums are float32 with one rounding a step."""
+    """Tiles are cast to float32 and multiplied there, on every device: products of 16-bit numbers are exact, sums are float32 with one rounding a step."""
     return Arithmetic(accumulate="fma", weights="input", key_tile=KEY_TILE, query_tile=QUERY_TILE)
 
 

@@ -1,0 +1,182 @@
+"""Block-sparse FlashAttention: FlashAttention-2 over a block mask (Dao et al., "FlashAttention", 2022, arXiv 2205.14135, section 3.3 and Algorithm 5).
+
+What changed against FlashAttention-2: a mask has one entry for each block of 128 x 128 scores, and steps are made for visible blocks alone, forward and
+backward. They are found before the work begins: a row of the table lists a query tile's key tiles, for out and dQ, a column a key tile's query tiles, for
+dK and dV. Only blocks that the causal mask cuts are masked inside. The work is proportional to the visible share.
+
+Shapes: Br = Bc = BLOCK = 128 queries and keys, d = head dim; the last tile of a length is as short as it is.
+"""
+
+from itertools import compress, product
+
+import torch
+from jaxtyping import Bool, Float, Float32
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from impls.call import BLOCK, Call, check_call
+from impls.spec import Alignment, Arithmetic, Device, Dtype, Implementation, Supports
+from impls.tiled.primitives import as_operand, dropped, hidden, ieee_products, on_chip, only, oriented, tiles, visible
+
+
+def attention(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys dim"],
+    *,
+    is_causal: bool = False,
+    causal_alignment: Alignment = "top_left",
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    block_mask: Bool[Tensor, "batch_or_1 heads_or_1 query_blocks key_blocks"] | None = None,
+    return_lse: bool = False,
+) -> Float[Tensor, "batch heads queries dim"] | tuple[Float[Tensor, "batch heads queries dim"], Float32[Tensor, "batch heads queries"]]:
+    """softmax(scale query key^T) value, and with `return_lse` the natural logarithm of the sums of exp(scale query key^T), in float32.
+
+    is_causal lets query i see key j when j <= i ("top_left") or j <= i + keys - queries ("bottom_right"). scale defaults to 1/sqrt(dim). Gradients
+    flow to query, key and value, not through the LSE. A query that sees no key gets 0, LSE -inf and no gradient. Errors: see `impls.call.check_call`.
+
+    block_mask: False hides a block of 128 queries by 128 keys; a size of 1 stands for all batches or heads. None: every block is visible.
+    """
+    call = check_call(
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        block_mask=block_mask,
+    )
+    out, lse = _BlockSparse.apply(query, key, value, block_mask, call)  # type: ignore[no-untyped-call]
+    return (out, lse) if return_lse else out
+
+
+class _BlockSparse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, block_mask: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
+        blocks = visible_blocks(block_mask, call)
+        with ieee_products():
+            out, lse = forward(query, key, value, blocks, call)
+        ctx.save_for_backward(query, key, value, out, lse, blocks)
+        ctx.mark_non_differentiable(lse)
+        ctx.call = call  # type: ignore[attr-defined]
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dout: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, out, lse, blocks = ctx.saved_tensors  # type: ignore[attr-defined]
+        with ieee_products():
+            return *backward(query, key, value, out, lse, dout, blocks, ctx.call), None, None  # type: ignore[attr-defined]
+
+
+def visible_blocks(block_mask: Tensor | None, call: Call) -> Bool[Tensor, "batch heads query_blocks key_blocks"]:
+    """The blocks of which some score is visible, by the block mask and by the causal one; in host memory, where the loops over them run.
+
+    A row of it lists a query tile's key tiles, a column a key tile's query tiles.
+    """
+    reached = torch.tensor([[not hidden(rows, cols, call) for cols in tiles(call.keys, BLOCK)] for rows in tiles(call.queries, BLOCK)])
+    blocks = reached if block_mask is None else reached & block_mask.cpu()
+    return blocks.expand(call.batch, call.heads, *reached.shape)
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """FlashAttention-2's forward pass over the visible blocks: out [batch, heads, queries, dim] in the input dtype, lse [batch, heads, queries] in float32."""
+    out = query.new_empty(query.shape)
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    sharpness = abs(call.scale)
+    for b, h in product(range(call.batch), range(call.heads)):
+        for rows in tiles(call.queries, BLOCK):
+            q = oriented(on_chip(query[b, h, rows]), call)  # [Br, d]
+            maximum = q.new_full((len(q), 1), -torch.inf)
+            total = q.new_zeros((len(q), 1))
+            acc = torch.zeros_like(q)
+            for cols in compress(tiles(call.keys, BLOCK), blocks[b, h, rows.start // BLOCK].tolist()):
+                k, v = on_chip(key[b, h // call.groups, cols]), on_chip(value[b, h // call.groups, cols])  # [Bc, d]
+                seen = visible(rows, cols, call, q.device)
+                # Scores wait for their scale until the maximum is subtracted, so that equal scores have a difference of exactly 0.
+                scores = only(seen, q @ k.T, -torch.inf)  # [Br, Bc]
+                # A row that has seen nothing keeps the maximum -inf; what would come of -inf - -inf is replaced by 0.
+                new_maximum = torch.maximum(maximum, scores.amax(dim=1, keepdim=True))
+                weights = only(seen, torch.exp((scores - new_maximum) * sharpness), 0.0)
+                rescale = torch.where(maximum > -torch.inf, torch.exp((maximum - new_maximum) * sharpness), 0.0)
+                total = rescale * total + weights.sum(dim=1, keepdim=True)
+                acc = rescale * acc + as_operand(dropped(weights, b, h, rows, cols, call), query.dtype) @ v
+                maximum = new_maximum
+            some = total > 0
+            out[b, h, rows] = torch.where(some, acc / (total * (1.0 - call.dropout_p)), 0.0)
+            lse[b, h, rows] = torch.where(some, maximum * sharpness + torch.log(total), -torch.inf)[:, 0]
+    return out, lse
+
+
+def backward(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dout: Tensor, blocks: Tensor, call: Call
+) -> tuple[Float[Tensor, "batch heads queries dim"], Float[Tensor, "batch kv_heads keys dim"], Float[Tensor, "batch kv_heads keys dim"]]:
+    """FlashAttention-2's backward pass over the visible blocks: the gradients, each summed in float32 and rounded once to the input dtype."""
+    dquery, dkey, dvalue = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    delta = torch.empty_like(lse)  # rowsum(dO o O) = rowsum(P o dP): what the normalisation takes from each gradient of a weight
+    for b, h in product(range(call.batch), range(call.heads)):
+        for rows in tiles(call.queries, BLOCK):
+            delta[b, h, rows] = (on_chip(dout[b, h, rows]) * on_chip(out[b, h, rows])).sum(dim=1)
+
+    def step(b: int, h: int, rows: slice, cols: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """P after dropout and dS [Br, Bc], and the tiles that they are multiplied with: q, dO [Br, d], k [Bc, d]."""
+        q, do = on_chip(query[b, h, rows]), on_chip(dout[b, h, rows])
+        k, v = on_chip(key[b, h // call.groups, cols]), on_chip(value[b, h // call.groups, cols])
+        seen = visible(rows, cols, call, q.device)
+        weights = only(seen, torch.exp((q @ k.T) * call.scale - lse[b, h, rows, None]), 0.0)
+        dweights = dropped(do @ v.T, b, h, rows, cols, call) / (1.0 - call.dropout_p)
+        dscores = only(seen, weights * (dweights - delta[b, h, rows, None]), 0.0)
+        return as_operand(dropped(weights, b, h, rows, cols, call), query.dtype), as_operand(dscores, query.dtype), q, do, k
+
+    for b, g in product(range(call.batch), range(call.kv_heads)):
+        for cols in tiles(call.keys, BLOCK):
+            dk = key.new_zeros((cols.stop - cols.start, call.dim), dtype=torch.float32)
+            dv = torch.zeros_like(dk)
+            for h in range(g * call.groups, (g + 1) * call.groups):
+                for rows in compress(tiles(call.queries, BLOCK), blocks[b, h, :, cols.start // BLOCK].tolist()):
+                    weights, dscores, q, do, _ = step(b, h, rows, cols)
+                    dv += weights.T @ do
+                    dk += dscores.T @ q
+            dkey[b, g, cols] = dk * call.scale
+            dvalue[b, g, cols] = dv / (1.0 - call.dropout_p)
+
+    for b, h in product(range(call.batch), range(call.heads)):
+        for rows in tiles(call.queries, BLOCK):
+            dq = query.new_zeros((rows.stop - rows.start, call.dim), dtype=torch.float32)
+            for cols in compress(tiles(call.keys, BLOCK), blocks[b, h, rows.start // BLOCK].tolist()):
+                _, dscores, _, _, k = step(b, h, rows, cols)
+                dq += dscores @ k
+            dquery[b, h, rows] = dq * call.scale
+    return dquery, dkey, dvalue
+
+
+def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
+    """Tiles are cast to float32 and multiplied there, on every device: products of 16-bit numbers are exact, sums are float32 with one rounding a step."""
+    return Arithmetic(accumulate="fma", weights="input", key_tile=BLOCK, query_tile=BLOCK)
+
+
+implementation = Implementation(
+    name="tiled.block_sparse",
+    attention=attention,
+    supports=Supports(
+        causal=("top_left", "bottom_right"),
+        scale="finite",
+        grouped_heads=True,
+        cross_lengths=True,
+        strided=True,
+        block_mask=True,
+        dropout=True,
+        lse=True,
+        deterministic=True,
+        batch_invariant=True,
+        linear_memory=True,
+    ),
+    arithmetic=arithmetic,
+    summary="FlashAttention-2 over a block mask in plain PyTorch: empty blocks are skipped, partial ones masked.",
+)

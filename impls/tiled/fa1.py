@@ -1,0 +1,174 @@
+"""FlashAttention (Dao, Fu, Ermon, Rudra and Re, "FlashAttention: fast and memory-efficient exact attention with IO-awareness", 2022, arXiv 2205.14135).
+
+The first paper's order. The outer loop runs over tiles of keys and values, the inner one over tiles of queries. So each tile of keys is read once, and the output
+is read, rescaled, normalised and written back at every step, with its running maximum m and sum ell: they live in device memory (here: tensors of a whole head),
+the scores never do. The backward pass computes the weights again from m and ell, in the same order: dK and dV of a tile of keys stay on chip, dQ is added to in
+device memory.
+
+Shapes: Bc = ceil(M / 4d) keys and Br = min(Bc, d) queries for a chip that holds M numbers, d = head dim; the last tile of a length is as short as it is.
+"""
+
+from itertools import product
+
+import torch
+from jaxtyping import Float, Float32
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from impls.call import Call, check_call
+from impls.spec import Alignment, Arithmetic, Device, Dtype, Implementation, Supports
+from impls.tiled.primitives import as_operand, dropped, hidden, ieee_products, on_chip, only, oriented, tiles, visible
+
+ON_CHIP = 32 * 1024  # M: float32 numbers in 128 KiB, the shared memory of one multiprocessor
+
+
+def tile_sizes(dim: int) -> tuple[int, int]:
+    """Br and Bc: a tile each of queries, keys, values and outputs, and one of scores, fit on the chip (Algorithm 1, line 1)."""
+    key_tile = -(-ON_CHIP // (4 * dim))
+    return min(key_tile, dim), key_tile
+
+
+def attention(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys dim"],
+    *,
+    is_causal: bool = False,
+    causal_alignment: Alignment = "top_left",
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    return_lse: bool = False,
+) -> Float[Tensor, "batch heads queries dim"] | tuple[Float[Tensor, "batch heads queries dim"], Float32[Tensor, "batch heads queries"]]:
+    """softmax(scale query key^T) value, and with `return_lse` the natural logarithm of the sums of exp(scale query key^T), in float32.
+
+    is_causal lets query i see key j when j <= i ("top_left") or j <= i + keys - queries ("bottom_right"). scale defaults to 1/sqrt(dim). Gradients
+    flow to query, key and value, not through the LSE. A query that sees no key gets 0, LSE -inf and no gradient. Errors: see `impls.call.check_call`.
+    """
+    call = check_call(
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+    )
+    out, lse = _FlashAttention1.apply(query, key, value, call)  # type: ignore[no-untyped-call]
+    return (out, lse) if return_lse else out
+
+
+class _FlashAttention1(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        with ieee_products():
+            out, maximum, total = forward(query, key, value, call)
+        lse = torch.where(total > 0, maximum * abs(call.scale) + torch.log(total), -torch.inf)
+        ctx.save_for_backward(query, key, value, out, maximum, total)
+        ctx.mark_non_differentiable(lse)
+        ctx.call = call  # type: ignore[attr-defined]
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dout: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, out, maximum, total = ctx.saved_tensors  # type: ignore[attr-defined]
+        with ieee_products():
+            return *backward(query, key, value, out, maximum, total, dout, ctx.call), None  # type: ignore[attr-defined]
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Algorithm 2: out [batch, heads, queries, dim] in the input dtype; m and l [batch, heads, queries] in float32, m of the products before the scale."""
+    out = query.new_empty(query.shape)
+    maximum = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
+    total = query.new_zeros(query.shape[:3], dtype=torch.float32)
+    sharpness = abs(call.scale)
+    query_tile, key_tile = tile_sizes(call.dim)
+    for b, h in product(range(call.batch), range(call.heads)):
+        o = query.new_zeros((call.queries, call.dim), dtype=torch.float32)
+        m, ell = maximum[b, h, :, None], total[b, h, :, None]  # views: [queries, 1]
+        for cols in tiles(call.keys, key_tile):
+            k, v = on_chip(key[b, h // call.groups, cols]), on_chip(value[b, h // call.groups, cols])  # [Bc, d]
+            for rows in tiles(call.queries, query_tile):
+                if hidden(rows, cols, call):
+                    continue
+                q = oriented(on_chip(query[b, h, rows]), call)  # [Br, d]
+                seen = visible(rows, cols, call, q.device)
+                # Scores wait for their scale until the maximum is subtracted, so that equal scores have a difference of exactly 0.
+                scores = only(seen, q @ k.T, -torch.inf)  # [Br, Bc]
+                tile_m = scores.amax(dim=1, keepdim=True)
+                weights = only(seen, torch.exp((scores - tile_m) * sharpness), 0.0)
+                tile_ell = weights.sum(dim=1, keepdim=True)
+                # A row that has seen nothing keeps the maximum -inf; what would come of -inf - -inf is replaced by 0.
+                new_m = torch.maximum(m[rows], tile_m)
+                keep = torch.where(m[rows] > -torch.inf, torch.exp((m[rows] - new_m) * sharpness), 0.0)
+                add = torch.where(tile_m > -torch.inf, torch.exp((tile_m - new_m) * sharpness), 0.0)
+                new_ell = keep * ell[rows] + add * tile_ell
+                new_o = as_operand(dropped(weights, b, h, rows, cols, call), query.dtype) @ v / (1.0 - call.dropout_p)
+                o[rows] = torch.where(new_ell > 0, (ell[rows] * keep * o[rows] + add * new_o) / new_ell, 0.0)
+                m[rows], ell[rows] = new_m, new_ell
+        out[b, h] = o
+    return out, maximum, total
+
+
+def backward(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, maximum: Tensor, total: Tensor, dout: Tensor, call: Call
+) -> tuple[Float[Tensor, "batch heads queries dim"], Float[Tensor, "batch kv_heads keys dim"], Float[Tensor, "batch kv_heads keys dim"]]:
+    """Algorithm 4: the gradients, each summed in float32 and rounded once to the input dtype."""
+    dquery, dkey, dvalue = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    sharpness = abs(call.scale)
+    query_tile, key_tile = tile_sizes(call.dim)
+    for b, g in product(range(call.batch), range(call.kv_heads)):
+        heads = slice(g * call.groups, (g + 1) * call.groups)
+        dq = query.new_zeros((call.groups, call.queries, call.dim), dtype=torch.float32)
+        for cols in tiles(call.keys, key_tile):
+            k, v = on_chip(key[b, g, cols]), on_chip(value[b, g, cols])  # [Bc, d]
+            dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+            for h, rows in product(range(heads.start, heads.stop), tiles(call.queries, query_tile)):
+                if hidden(rows, cols, call):
+                    continue
+                q, o, do = on_chip(query[b, h, rows]), on_chip(out[b, h, rows]), on_chip(dout[b, h, rows])  # [Br, d]
+                m, ell = maximum[b, h, rows, None], total[b, h, rows, None]  # [Br, 1]
+                seen = visible(rows, cols, call, q.device)
+                weights = only(seen, torch.exp((oriented(q, call) @ k.T - m) * sharpness) / ell, 0.0)  # [Br, Bc]
+                dv += as_operand(dropped(weights, b, h, rows, cols, call), query.dtype).T @ do
+                dweights = dropped(do @ v.T, b, h, rows, cols, call) / (1.0 - call.dropout_p)
+                delta = (do * o).sum(dim=1, keepdim=True)  # rowsum(P o dP): what the normalisation takes from each gradient of a weight
+                dscores = as_operand(only(seen, weights * (dweights - delta), 0.0), query.dtype)
+                dq[h - heads.start, rows] += dscores @ k
+                dk += dscores.T @ q
+            dkey[b, g, cols] = dk * call.scale
+            dvalue[b, g, cols] = dv / (1.0 - call.dropout_p)
+        dquery[b, heads] = dq * call.scale
+    return dquery, dkey, dvalue
+
+
+def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
+    """Tiles are cast to float32 and multiplied there, on every device: products of 16-bit numbers are exact, sums are float32 with one rounding a step.
+
+    The size of a tile depends on the head dim, so it is left open.
+    """
+    return Arithmetic(accumulate="fma", weights="input")
+
+
+implementation = Implementation(
+    name="tiled.fa1",
+    attention=attention,
+    supports=Supports(
+        causal=("top_left", "bottom_right"),
+        scale="finite",
+        grouped_heads=True,
+        cross_lengths=True,
+        strided=True,
+        dropout=True,
+        lse=True,
+        deterministic=True,
+        batch_invariant=True,
+        linear_memory=True,
+    ),
+    arithmetic=arithmetic,
+    summary="FlashAttention-1 in plain PyTorch: key tiles outside, the output rescaled at each step.",
+)

@@ -1,0 +1,72 @@
+"""What the algorithms of this folder share: tiles, masks on tiles, and the arithmetic of a step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Bool, Float, Float32
+from torch import Tensor
+
+from impls.call import Call
+from impls.tiled.philox import kept
+
+
+def tiles(length: int, size: int) -> Iterator[slice]:
+    """[0, length) in pieces of `size`, the last one as short as it is."""
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def hidden(rows: slice, cols: slice, call: Call) -> bool:
+    """Whether the causal mask hides every key of a tile from every query of it; such a tile is skipped. Tiles further right are hidden too."""
+    return call.is_causal and cols.start > rows.stop - 1 + call.offset
+
+
+def visible(rows: slice, cols: slice, call: Call, device: torch.device) -> Bool[Tensor, "Br Bc"] | None:
+    """Which keys of a tile each query of it sees; None: all of them."""
+    if not call.is_causal or cols.stop - 1 <= rows.start + call.offset:
+        return None
+    return torch.arange(cols.start, cols.stop, device=device) <= torch.arange(rows.start, rows.stop, device=device)[:, None] + call.offset
+
+
+def only(seen: Bool[Tensor, "Br Bc"] | None, tile: Float32[Tensor, "Br Bc"], otherwise: float) -> Float32[Tensor, "Br Bc"]:
+    """The tile where it is seen. What stands at hidden places is replaced, not multiplied away: it may be infinite."""
+    return tile if seen is None else torch.where(seen, tile, otherwise)
+
+
+def on_chip(tile: Float[Tensor, "length d"]) -> Float32[Tensor, "length d"]:
+    """A tile in float32, in memory of its own: the caller's strides and alignment end here."""
+    return tile.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
+def oriented(query: Float32[Tensor, "Br d"], call: Call) -> Float32[Tensor, "Br d"]:
+    """Queries with the sign of the scale, so that the largest product is the largest score."""
+    return query if call.scale >= 0 else -query
+
+
+def as_operand(weights: Float32[Tensor, "Br Bc"], dtype: torch.dtype) -> Float32[Tensor, "Br Bc"]:
+    """Rounded to the input dtype, as the operand of a tensor core is; products of such numbers are exact in float32."""
+    return weights.to(dtype).to(torch.float32)
+
+
+def dropped(weights: Float32[Tensor, "Br Bc"], b: int, h: int, rows: slice, cols: slice, call: Call) -> Float32[Tensor, "Br Bc"]:
+    """Weights with the dropped ones set to 0; the division of the others by 1 - p is left to the caller, who does it once."""
+    if call.dropout_p == 0.0:
+        return weights
+    return torch.where(kept(call.dropout_seed, call.dropout_threshold, b, h, rows, cols, weights.device), weights, 0.0)
+
+
+@contextmanager
+def ieee_products() -> Iterator[None]:
+    """Inside, float32 matrix products are products of float32 numbers, not of their TF32 or bfloat16 roundings.
+
+    PyTorch keeps this choice in the process, not in the call: it is set on entry and put back on exit.
+    """
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    chosen = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for backend, precision in zip(backends, chosen, strict=True):
+            backend.fp32_precision = precision
