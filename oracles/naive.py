@@ -90,7 +90,7 @@ def _rows(problem: Problem, batch: int, head: int, start: int, query: Tensor, ke
     visible = problem.mask.visible(batch, head, positions)
     gain = None
     if problem.dropout.p:
-        gain = problem.dropout.kept(batch, head, positions, len(key)) / (1.0 - problem.dropout.p)
+        gain = problem.dropout.kept(batch, head, positions, len(key)).to(torch.float64) / (1.0 - problem.dropout.p)
 
     scores = problem.scale * (query @ key.T)
     maximum = scores.masked_fill(~visible, -math.inf).amax(dim=1, keepdim=True)
