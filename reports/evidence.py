@@ -1,0 +1,248 @@
+"""Evidence: the records of one or several runs, merged by implementation and by machine."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from reports.record import Absence, Claim, Curve, Environment, Judgement, Memory, Record, Resources, Traffic, read
+
+DTYPES = ("float32", "float16", "bfloat16")
+TENSORS = ("out", "lse", "dq", "dk", "dv")
+LAYERS = ("contract", "accuracy", "gradients", "stability", "masks", "properties", "memory", "determinism")
+
+
+def size(figure: float | str | None) -> float:
+    """Size of a figure for comparison: what is not finite is larger than all else, what is absent smaller."""
+    if figure is None:
+        return -1.0
+    number = abs(float(figure))
+    return number if math.isfinite(number) else math.inf
+
+
+def worst_rho(judgement: Judgement) -> float | str | None:
+    """The larger of the two figures that gate, error over the deterministic and over the probabilistic bound; None for a yes-or-no property."""
+    return max((rho for rho in (judgement.rho, judgement.rho_statistical) if rho is not None), key=size, default=None)
+
+
+@dataclass(frozen=True, order=True)
+class Machine:
+    """Where a figure comes from: a kind of device, and its name. An empty name is a device that no run had."""
+
+    kind: Literal["cpu", "cuda"]
+    name: str
+
+    def __str__(self) -> str:
+        return self.name or f"no {self.kind.upper()} device"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A judgement and the machine it was made on."""
+
+    judgement: Judgement
+    machine: Machine
+
+    @property
+    def rho(self) -> float | str | None:
+        """The larger of the two figures that gate; None for a yes-or-no property."""
+        return worst_rho(self.judgement)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Everything the records hold of one implementation. `machines` are those that judged it or were asked to."""
+
+    name: str
+    claim: Claim | None
+    machines: tuple[Machine, ...]
+    judged: tuple[Judged, ...]
+    absences: tuple[tuple[Absence, Machine], ...]
+    memory: tuple[tuple[Memory, Machine], ...]
+    traffic: tuple[Traffic, ...]
+    resources: tuple[Resources, ...]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a site is made of. Environments stand in order of date; kernels, curves and checks in an order that does not depend on the files'."""
+
+    environments: tuple[Environment, ...]
+    kernels: tuple[Kernel, ...]
+    curves: tuple[tuple[Curve, Machine], ...]
+    checks: tuple[str, ...]  # "accuracy/forward"
+    dtypes: tuple[str, ...]  # those that were judged
+    machines: tuple[Machine, ...] = field(default=())
+
+
+def severity(judged: Judged) -> tuple[int, float]:
+    """Order of judgements, worst largest: failures before known defects, refusals and passes, then by rho."""
+    statuses = ("passed", "refused", "known defect", "failed")
+    return statuses.index(judged.judgement.status), size(judged.rho)
+
+
+def gather(paths: Iterable[Path]) -> Evidence:
+    """Reads record files and merges them.
+
+    When the same thing was judged (or measured) by several runs on devices of the same name, the run of the later date wins; devices of different names
+    stand beside each other. When one run judged the same thing twice, the worst counts.
+
+    Raises OSError for a file that cannot be read, and ValueError naming a file without records, a line that is none, a date that is none, a curve of
+    unequal sides, and a run whose environment is missing or told in two ways.
+    """
+    records: list[tuple[Path, Record]] = []
+    for path in dict.fromkeys(path.resolve() for path in paths):
+        of_file = list(read(path))
+        if not of_file:
+            raise ValueError(f"{path}: holds no records")
+        records += [(path, record) for record in of_file]
+    environments: dict[str, Environment] = {}
+    for path, record in records:
+        if isinstance(record, Environment):
+            _date(record, path)
+            if environments.setdefault(record.run, record) != record:
+                raise ValueError(f"{path}: the environment of run {record.run!r} differs from the one already read; runs need names of their own")
+    for path, record in records:
+        if isinstance(record, Curve) and len(record.x) != len(record.y):
+            raise ValueError(f"{path}: the curve {record.series!r} of chart {record.chart!r} has {len(record.x)} x for {len(record.y)} y")
+        if record.run not in environments:
+            raise ValueError(f"{path}: run {record.run!r} has no environment record; the first line of a run describes where it took place")
+    return _merged([record for _, record in records], environments)
+
+
+def _date(environment: Environment, path: Path | str = "") -> datetime:
+    try:
+        date = datetime.fromisoformat(environment.date)
+    except ValueError as error:
+        raise ValueError(f"{path}: the date {environment.date!r} of run {environment.run!r} is not ISO 8601") from error
+    return date if date.tzinfo else date.replace(tzinfo=UTC)
+
+
+def _merged(records: list[Record], environments: dict[str, Environment]) -> Evidence:
+    dates = {run: _date(environment) for run, environment in environments.items()}
+    records = sorted(records, key=lambda record: dates[record.run])  # stable: files keep their order within a date
+
+    def machine(record: Judgement | Absence | Memory | Curve) -> Machine:
+        environment = environments[record.run]
+        if record.device == environment.kind:
+            return Machine(record.device, environment.device)
+        return Machine(record.device, f"{record.device.upper()} beside {environment.device}")
+
+    judged = [Judged(r, machine(r)) for r in records if isinstance(r, Judgement)]
+    judged = _last_run(judged, lambda j: j.judgement.run, _identity)
+    judged = list(_worst_of_each(judged))
+    memory = _last_run(
+        [(r, machine(r)) for r in records if isinstance(r, Memory)],
+        lambda pair: pair[0].run,
+        lambda pair: (pair[0].implementation, pair[1], pair[0].dtype, pair[0].direction, pair[0].length, pair[0].heads, pair[0].dim, pair[0].method),
+    )
+    traffic = _last_run(
+        [r for r in records if isinstance(r, Traffic)],
+        lambda r: r.run,
+        lambda r: (r.implementation, r.dtype, r.direction, r.length, r.dim, r.query_tile, r.key_tile),
+    )
+    resources = _last_run(
+        [r for r in records if isinstance(r, Resources)], lambda r: r.run, lambda r: (r.implementation, r.kernel, r.target, r.dtype, r.dim, r.causal, r.shipped)
+    )
+    curves = _last_run(
+        [(r, machine(r)) for r in records if isinstance(r, Curve)], lambda pair: pair[0].run, lambda pair: (pair[0].chart, pair[0].series, pair[1])
+    )
+    absences = [(r, _asked(r, machine(r), environments[r.run])) for r in records if isinstance(r, Absence)]
+    claims = [r for r in records if isinstance(r, Claim)]
+
+    named = [r for r in records if not isinstance(r, Environment | Curve)]
+    kernels = []
+    for name in sorted({r.implementation for r in named}):
+        own = [j for j in judged if j.judgement.implementation == name]
+        own_absences = [(a, m) for a, m in absences if a.implementation == name]
+        own_claims = [c for c in claims if c.implementation == name]
+        own_memory = [(r, m) for r, m in memory if r.implementation == name]
+        machines = {j.machine for j in own} | {m for _, m in own_memory}
+        for _, m in own_absences:
+            # A machine without a GPU says nothing of the GPU once another one has judged there.
+            if m.name or not any(other.kind == m.kind for other in machines):
+                machines.add(m)
+        if not machines:
+            machines = {Machine(environments[c.run].kind, environments[c.run].device) for c in own_claims}
+        kernels.append(
+            Kernel(
+                name=name,
+                claim=_claim(own_claims),
+                machines=tuple(sorted(machines)),
+                judged=tuple(own),
+                absences=tuple(own_absences),
+                memory=tuple(sorted(own_memory, key=lambda pair: (pair[1], dtype_order(pair[0].dtype), pair[0].direction != "forward", pair[0].length))),
+                traffic=tuple(
+                    sorted(
+                        (r for r in traffic if r.implementation == name),
+                        key=lambda r: (dtype_order(r.dtype), r.direction != "forward", r.dim, r.query_tile, r.key_tile, r.length),
+                    )
+                ),
+                resources=tuple(
+                    sorted(
+                        (r for r in resources if r.implementation == name),
+                        key=lambda r: (not r.shipped, r.kernel, r.target, dtype_order(r.dtype), r.dim, r.causal),
+                    )
+                ),
+            )
+        )
+    dtypes = {j.judgement.dtype for j in judged}
+    checks = {j.judgement.check for j in judged} | {a.check for a, _ in absences if a.check}
+    return Evidence(
+        environments=tuple(sorted(environments.values(), key=lambda e: (dates[e.run], e.run))),
+        kernels=tuple(kernels),
+        curves=tuple(sorted(curves, key=lambda pair: (pair[0].chart != "overflow", pair[0].chart, pair[1], pair[0].series))),
+        checks=tuple(sorted(checks, key=_check_order)),
+        dtypes=tuple(sorted(dtypes, key=dtype_order)),
+        machines=tuple(sorted({machine for kernel in kernels for machine in kernel.machines} | {machine for _, machine in curves})),
+    )
+
+
+_T = TypeVar("_T")
+
+
+def _last_run(items: list[_T], run: Callable[[_T], str], identity: Callable[[_T], Hashable]) -> list[_T]:
+    """Of the items that say the same thing, those of the last run. `items` stand in order of date."""
+    last = {identity(item): run(item) for item in items}
+    return [item for item in items if last[identity(item)] == run(item)]
+
+
+def _identity(judged: Judged) -> Hashable:
+    judgement = judged.judgement
+    return judgement.implementation, judgement.check, judgement.case, judgement.dtype, judgement.tensor, judged.machine
+
+
+def _worst_of_each(judged: list[Judged]) -> Iterable[Judged]:
+    groups: defaultdict[Hashable, list[Judged]] = defaultdict(list)
+    for one in judged:
+        groups[_identity(one)].append(one)
+    worst = [max(group, key=severity) for group in groups.values()]
+    return sorted(worst, key=lambda j: (j.judgement.implementation, _check_order(j.judgement.check), j.judgement.case, j.machine, j.judgement.tensor or ""))
+
+
+def _asked(absence: Absence, machine: Machine, environment: Environment) -> Machine:
+    """The machine an absence speaks of. A GPU that a run did not have has no name."""
+    return Machine("cuda", "") if (absence.device, environment.kind) == ("cuda", "cpu") else machine
+
+
+def _claim(claims: list[Claim]) -> Claim | None:
+    """The last claim, with what the earlier ones (on other machines) said of the arithmetic there."""
+    if not claims:
+        return None
+    arithmetic = {where: fields for claim in claims for where, fields in claim.arithmetic.items()}
+    return msgspec.structs.replace(claims[-1], arithmetic=arithmetic)
+
+
+def dtype_order(dtype: str) -> tuple[int, str]:
+    """Sorts dtypes: the three as they are always listed, then others by name."""
+    return (DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES)), dtype
+
+
+def _check_order(check: str) -> tuple[int, str]:
+    layer = check.partition("/")[0]
+    return (LAYERS.index(layer) if layer in LAYERS else len(LAYERS)), check

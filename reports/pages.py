@@ -1,0 +1,248 @@
+"""The pages: an index and one page for each implementation, each a file that needs no other and no network."""
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import jinja2
+from markupsafe import Markup, escape
+
+from reports import charts, tables, wording
+from reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, dtype_order, gather, severity, size
+from reports.record import Environment
+
+GENERATOR = "flashproof"  # marks the files that a later site may replace
+SHOWN = 20  # failures told in full; all are listed with their check
+TITLES = {"out": "out", "lse": "LSE", "dq": "dQ", "dk": "dK", "dv": "dV"}
+AXES = {"queries": "sequence length", "magnitude": "score magnitude", "score": "score"}
+
+
+def write_site(records_paths: Iterable[Path], directory: Path) -> Path:
+    """Merges record files (`evidence.gather`) and writes `directory`/index.html with one page an implementation. Returns the index.
+
+    Pages of an earlier site in the directory are removed; other files are left alone. Raises OSError and ValueError naming the file.
+    """
+    evidence = gather(records_paths)
+    directory.mkdir(parents=True, exist_ok=True)
+    pages = {f"{wording.stem(kernel.name)}.html": kernel_page(kernel, evidence) for kernel in evidence.kernels}
+    pages["index.html"] = index_page(evidence)
+    for old in directory.glob("*.html"):
+        if old.name not in pages and f'<meta name="generator" content="{GENERATOR}">' in old.read_text(encoding="utf-8", errors="replace")[:1000]:
+            old.unlink()
+    for name, text in pages.items():
+        (directory / name).write_text(text, encoding="utf-8")
+    return directory / "index.html"
+
+
+class Figure(NamedTuple):
+    """A chart with what stands beside it."""
+
+    title: str
+    svg: Markup | None  # None where charts cannot be made
+
+
+def index_page(evidence: Evidence) -> str:
+    """The index: environments, the matrix, the largest figures, the curves."""
+    verdicts = [(kernel, tables.verdict(kernel)) for kernel in evidence.kernels]
+    curves: dict[str, list[tables.Series]] = {}
+    for curve, machine in evidence.curves:
+        curves.setdefault(curve.chart, []).append(tables.series(curve, machine))
+    figures = []
+    label = _Labeller(len(evidence.machines) > 1)
+    for number, (chart, series) in enumerate(curves.items()):
+        first = series[0].curve
+        title = f"{first.y_title} against {first.x_title}"
+        svg = None if charts.missing() else charts.curve_chart(series, label, title, f"curve{number}")
+        figures.append((chart, Figure(title, svg), series))
+    return _page("index.html").render(
+        evidence=evidence,
+        several=len(evidence.machines) > 1,
+        verdicts=verdicts,
+        summary={kernel.name: cell for kernel, cell in verdicts},
+        counts=[(state, sum(1 for _, cell in verdicts if cell.state == state)) for state in tables.STATES],
+        judgements=sum(len(kernel.judged) for kernel in evidence.kernels),
+        cases=len({judged.judgement.case for kernel in evidence.kernels for judged in kernel.judged if judged.judgement.case}),
+        matrix=tables.matrix(evidence),
+        states=tables.STATES,
+        largest=tables.largest_rows(evidence),
+        figures=figures,
+        missing=charts.missing(),
+    )
+
+
+class Check(NamedTuple):
+    """All that one check found for one implementation."""
+
+    name: str
+    rows: list[tuple[Machine, str, tables.Cell]]
+    judged: list[Judged]  # the worst first
+
+
+def kernel_page(kernel: Kernel, evidence: Evidence) -> str:
+    """The page of one implementation, failures first."""
+    label = _Labeller(len(kernel.machines) > 1)
+    by_status = {status: [j for j in kernel.judged if j.judgement.status == status] for status in ("failed", "known defect", "refused")}
+    failed = _grouped(sorted(by_status["failed"], key=severity, reverse=True), kernel)
+    sweeps: list[tuple[tables.Sweep, Figure]] = []
+    for axis in tables.axes(kernel):
+        if sweep := tables.sweep(kernel, axis):
+            title = f"Error against {AXES.get(axis, axis)}"
+            svg = None if charts.missing() else charts.sweep_chart(sweep, label, f"{kernel.name}: rho against {AXES.get(axis, axis)}", f"sweep-{len(sweeps)}")
+            sweeps.append((sweep, Figure(title, svg)))
+    growths = tables.memory(kernel)
+    growth_figure = None
+    if growths:
+        svg = None if charts.missing() else charts.memory_chart(growths, label, f"{kernel.name}: memory against sequence length", "memory")
+        growth_figure = Figure("Memory beyond inputs and outputs", svg)
+    by_tensor = tables.by_tensor(kernel)
+    absent = [
+        words
+        for words, there in (
+            ("rho by tensor", any(table.has_rho for table in by_tensor)),
+            ("error against sequence length", any(sweep.axis == "queries" for sweep, _ in sweeps)),
+            ("error against score magnitude", any(sweep.axis in {"magnitude", "score"} for sweep, _ in sweeps)),
+            ("bias", any(table.has_bias for table in by_tensor)),
+            ("memory", bool(growths)),
+            ("memory traffic", bool(kernel.traffic)),
+            ("compiler resources", bool(kernel.resources)),
+        )
+        if not there
+    ]
+    return _page("implementation.html").render(
+        kernel=kernel,
+        several=len(kernel.machines) > 1,
+        verdict=tables.verdict(kernel),
+        failed=failed[:SHOWN],
+        untold=sum(1 + told.more for told in failed[SHOWN:]),
+        defects=_grouped(sorted(by_status["known defect"], key=severity, reverse=True), kernel),
+        refusals=_refusals(by_status["refused"]),
+        by_tensor=by_tensor,
+        biases=[j for j in _biases(kernel) if j.judgement.bias is not None],
+        worst=tables.worst_cases(kernel),
+        sweeps=sweeps,
+        axes=AXES,
+        growths=growths,
+        growth_figure=growth_figure,
+        checks=[_check(kernel, check) for check in evidence.checks],
+        absent=absent,
+        runs=_environments(kernel, evidence),
+        missing=charts.missing(),
+    )
+
+
+def _check(kernel: Kernel, check: str) -> Check:
+    judged = sorted((j for j in kernel.judged if j.judgement.check == check), key=severity, reverse=True)
+    places = sorted({(j.machine, j.judgement.dtype) for j in judged}, key=lambda place: (place[0], dtype_order(place[1])))
+    if not places:
+        places = [(machine, "") for machine in kernel.machines]
+    return Check(check, [(machine, dtype, tables.cell(kernel, machine, dtype, check)) for machine, dtype in places], judged)
+
+
+def _biases(kernel: Kernel) -> list[Judged]:
+    """The judgement of the largest bias for each machine, dtype and tensor."""
+    found = []
+    for machine in kernel.machines:
+        for dtype in sorted({j.judgement.dtype for j in kernel.judged}, key=dtype_order):
+            for tensor in TENSORS:
+                own = [j for j in kernel.judged if (j.machine, j.judgement.dtype, j.judgement.tensor) == (machine, dtype, tensor)]
+                found.append(tables.largest(own).bias)
+    return [judged for judged in found if judged]
+
+
+class Told(NamedTuple):
+    """The worst of the failures of one check, tensor, dtype and machine, and how many more there are."""
+
+    judged: Judged
+    block: str
+    more: int
+
+
+def _grouped(failures: list[Judged], kernel: Kernel) -> list[Told]:
+    """One failure told for each check, tensor, dtype and machine. `failures` stand worst first."""
+    groups: dict[tuple[str, str | None, str, Machine], list[Judged]] = {}
+    for judged in failures:
+        groups.setdefault((judged.judgement.check, judged.judgement.tensor, judged.judgement.dtype, judged.machine), []).append(judged)
+    return [Told(group[0], wording.failure_block(group[0].judgement, tables.threshold(group[0], kernel)), len(group) - 1) for group in groups.values()]
+
+
+def _refusals(refused: list[Judged]) -> list[tuple[str, str, list[Judged]]]:
+    """Refusals by check and message, for one message is usually the answer to many cases."""
+    groups: dict[tuple[str, str], list[Judged]] = {}
+    for judged in refused:
+        groups.setdefault((judged.judgement.check, judged.judgement.message), []).append(judged)
+    return [(check, message, group) for (check, message), group in groups.items()]
+
+
+def _environments(kernel: Kernel, evidence: Evidence) -> list[Environment]:
+    """The environments that the page's figures come from."""
+    runs = {judged.judgement.run for judged in kernel.judged}
+    runs |= {record.run for record, _ in kernel.memory} | {record.run for record, _ in kernel.absences}
+    runs |= {record.run for record in kernel.traffic} | {record.run for record in kernel.resources}
+    runs |= {kernel.claim.run} if kernel.claim else set()
+    return [environment for environment in evidence.environments if environment.run in runs]
+
+
+# ---------------------------------------------------------------------------------------------------------------------- templates
+
+
+class _Labeller:
+    """How a machine is called in a chart: not at all where there is only one."""
+
+    def __init__(self, several: bool) -> None:
+        self.several = several
+
+    def __call__(self, machine: Machine) -> str:
+        return str(machine) if self.several else ""
+
+
+def linked(text: str) -> Markup:
+    """Text with its web addresses as links; everything else escaped."""
+    parts = re.split(r"(https?://[^\s<>\"']*[^\s<>\"'.,;:!?)\]])", text)
+    return Markup("").join(Markup('<a href="{0}">{0}</a>').format(part) if i % 2 else escape(part) for i, part in enumerate(parts))
+
+
+def plain(field: object) -> str:
+    """A claimed value in words: yes, no, a list."""
+    if isinstance(field, bool):
+        return "yes" if field else "no"
+    if isinstance(field, list) and len(field) == 2 and all(isinstance(item, int) for item in field):
+        return f"{field[0]} to {field[1]}"
+    if isinstance(field, list):
+        return ", ".join(str(item) for item in field) or "none"
+    return "unknown" if field is None else str(field)
+
+
+@cache
+def _templates() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("reports"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "number": wording.number,
+        "scientific": wording.scientific,
+        "bytes": wording.bytes_,
+        "repeat": wording.repeat_line,
+        "where": wording.where,
+        "stem": wording.stem,
+        "anchor": lambda check: "check-" + wording.stem(check.replace("/", ".")),
+        "unit": wording.bias_unit,
+        "plural": wording.plural,
+        "place": charts.places,
+        "exceeds": lambda judged: size(judged.rho) > 1,
+        "linked": linked,
+        "is_block": wording.is_block,
+        "plain": plain,
+    }
+    environment.globals |= {"generator": GENERATOR, "titles": TITLES, "states": tables.STATES}
+    return environment
+
+
+def _page(name: str) -> jinja2.Template:
+    return _templates().get_template(name)

@@ -1,0 +1,134 @@
+"""How figures and findings read: numbers, bytes, and the block that tells of a failure."""
+
+import math
+import re
+import shlex
+from hashlib import sha256
+
+from reports.evidence import size, worst_rho
+from reports.record import Judgement
+
+_AXES = {"out": ("batch", "head", "query", "dim"), "lse": ("batch", "head", "query"), "dq": ("batch", "head", "query", "dim")}
+_KEY_AXES = ("batch", "kv head", "key", "dim")
+
+
+def number(value: float | str | None, digits: int = 2) -> str:
+    """A figure to `digits` significant digits: 0.79, 7.3, 3.1e-5. One that is not 1 is never written as 1: beside a bound it would mislead."""
+    if value is None:
+        return "–"
+    value = float(value)
+    if not math.isfinite(value) or value == 0:
+        return "0" if value == 0 else str(value)
+    while digits < 12 and value != 1 and float(f"{value:.{digits}g}") == 1:
+        digits += 1
+    if 1e-3 <= abs(value) < 1e4:
+        places = max(0, digits - 1 - math.floor(math.log10(abs(float(f"{value:.{digits}g}")))))
+        return f"{value:.{places}f}"
+    return scientific(value, digits)
+
+
+def scientific(value: float | str, digits: int = 2) -> str:
+    """3.1e-2: an exponent without padding. Plain from 0.1 to 1000."""
+    value = float(value)
+    if not math.isfinite(value) or value == 0 or 0.1 <= abs(value) < 1000:
+        return "0" if value == 0 else f"{value:.{digits}g}"
+    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def value(number_or_text: float | str) -> str:
+    """An element of a tensor, to four digits."""
+    number = float(number_or_text)
+    return f"{number:.4g}" if math.isfinite(number) else str(number)
+
+
+def bytes_(count: int) -> str:
+    """1.00 GiB."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while abs(size) >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{count} B" if units[0] == "B" else f"{size:.3g} {units[0]}" if size < 1000 else f"{size:.0f} {units[0]}"
+
+
+def bias_unit(dtype: str) -> str:
+    """What a bias counts: bounds in float32, units in the last place of the output in 16 bit."""
+    return "bounds" if dtype == "float32" else "ulp"
+
+
+def repeat_line(judgement: Judgement) -> str:
+    """The command that repeats a judgement."""
+    words = ["pytest", "--impl", judgement.implementation]
+    if judgement.device != "cpu":
+        words += ["--device", judgement.device]
+    if judgement.case:
+        words += ["--case", judgement.case]
+    return shlex.join(words)
+
+
+def where(judgement: Judgement) -> str:
+    """The place of the worst element: [batch 0, head 3, query 517, dim 12]."""
+    if judgement.worst is None:
+        return ""
+    axes = _AXES.get(judgement.tensor or "", _KEY_AXES)
+    index = judgement.worst.index
+    if len(axes) != len(index):
+        return str(list(index))
+    return "[" + ", ".join(f"{axis} {i}" for axis, i in zip(axes, index, strict=True)) + "]"
+
+
+def failure_block(judgement: Judgement, threshold: str = "") -> str:
+    """A failure as it is printed: what, by how much, where, from where on, and the command that repeats it. A run that wrote the whole block as its message
+    is taken at its word.
+
+    threshold: "passes at magnitude 8, fails from 16", where a sweep tells.
+    """
+    if is_block(judgement.message):
+        return judgement.message.strip()
+    rho = worst_rho(judgement)
+    head = "  ".join((judgement.implementation, judgement.tensor or judgement.check, judgement.dtype))
+    lines = []
+    if rho is not None:
+        statistical = size(judgement.rho_statistical) > size(judgement.rho)
+        head += f"  rho {number(rho)}" + (" (statistical)" if statistical else "")
+        figures = [] if judgement.worst is None else [f"error {scientific(judgement.worst.error)}", f"bound {scientific(judgement.worst.bound)}"]
+        figures += [judgement.certainty] if judgement.certainty else []
+        head += "   " + ", ".join(figures) if figures else ""
+    lines.append(head)
+    if judgement.worst is not None:
+        lines.append(f"worst at {where(judgement)}: got {value(judgement.worst.got)}, exact {value(judgement.worst.exact)}")
+        lines.append(judgement.worst.note)
+    if judgement.bias is not None and size(rho) <= 1:
+        lines.append(bias_line(judgement))
+    lines += [threshold, judgement.message.strip(), f"again: {repeat_line(judgement)}"]
+    return "\n".join(line for line in lines if line)
+
+
+def is_block(message: str) -> bool:
+    """Whether a message is a whole failure block, with the command that repeats it."""
+    return any(line.startswith("again: ") for line in message.splitlines())
+
+
+def bias_line(judgement: Judgement) -> str:
+    """bias 0.31 ulp, standard error 0.02, allowance 0.25."""
+    words = f"bias {number(judgement.bias)} {bias_unit(judgement.dtype)}"
+    if judgement.bias_error is not None:
+        words += f", standard error {number(judgement.bias_error)}"
+    if judgement.bias_allowance is not None:
+        words += f", allowance {number(judgement.bias_allowance)}"
+    return words
+
+
+def stem(name: str) -> str:
+    """A file name (less its suffix) and anchor for any name, on any file system: lower-case names of letters, digits, dots, dashes and underscores are kept,
+    every other one is stripped to these and told apart by a digest."""
+    reserved = name.partition(".")[0] in {"index", "con", "prn", "aux", "nul"} or re.match(r"(com|lpt)\d(\.|$)", name)
+    if re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,79}", name) and not name.endswith(".") and not reserved:
+        return name
+    stripped = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:60] or "implementation"
+    return f"{stripped}-{sha256(name.encode(errors='surrogatepass')).hexdigest()[:8]}"
+
+
+def plural(count: int, noun: str) -> str:
+    """1 case, 24 cases."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
