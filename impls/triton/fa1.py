@@ -46,6 +46,7 @@ from impls.triton.primitives import (
     rounded,
     start_of,
     store_tile,
+    with_strides,
 )
 
 # ------------------------------------------------------------------------------------------------------------------------------- tiles
@@ -58,26 +59,27 @@ class Tiles(NamedTuple):
     key: int
 
 
-def tiles(dim: int, resident: int) -> Tiles:
-    """The paper's tile sizes, B_c = ceil(M / 4d) and B_r = min(B_c, d), as powers of two that Triton takes.
+def tiles(dtype: torch.dtype, dim: int, resident: int) -> Tiles:
+    """The paper's tile sizes, B_c = ceil(M / 4d) and B_r = min(B_c, d), as powers of two from 16, the least that Triton multiplies, to 64.
 
-    M is the on-chip memory in float32 numbers: 160 KB, a little under what an A100 gives one program (163 KB). `resident` tiles share it: 4 in the
-    forward (Q, K, V, O: the paper's 4), 8 in the backward (dQ, dK, dV, dO besides). The interpreter has no such memory and spends its time per step, whatever
-    the tile: it gets four times the M and never fewer than 64 queries.
+    M, in numbers of the inputs' dtype, is 40 KB, a quarter of what an A100 gives one program: the scores and sums of a step live in registers, and with
+    larger tiles they spill. `resident` tiles share it: 4 in the forward (Q, K, V and O: the paper's 4), 8 in the backward (dO, dQ, dK and dV besides).
+    Interpreted, a step costs the same whatever its size, so there one large tile serves all.
     """
-    numbers, fewest = (4 * 40960, 64) if INTERPRETED.value else (40960, 16)
-    key = math.ceil(numbers / (resident * dim))
-    key = min(128, max(16, 1 << (key.bit_length() - 1)))
-    return Tiles(query=max(fewest, min(key, padded_dim(dim))), key=key)
+    if INTERPRETED.value:
+        return Tiles(query=64, key=128)
+    key = math.ceil(40 * 1024 / dtype.itemsize / (resident * dim))
+    key = min(64, max(16, 1 << (key.bit_length() - 1)))
+    return Tiles(query=min(key, padded_dim(dim)), key=key)
 
 
 # ----------------------------------------------------------------------------------------------------------------------------- kernels
 
 
 @device_function
-def tile_at(tensor, strides, batch, head, row, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr):
+def tile_at(tensor, strides, batch, head, row, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr):
     """Pointers [LENGTH, PADDED_DIM] to the rows of one head from `row` on."""
-    return start_of(tensor, strides, batch, head, row) + offsets_of(strides, LENGTH, PADDED_DIM)
+    return start_of(tensor, strides, batch, head, row) + offsets_of(strides, LENGTH, PADDED_DIM, WIDE)
 
 
 @device_function
@@ -98,25 +100,28 @@ def finite(maximum):
 @triton.jit
 def forward_kernel(
     query, key, value, query_strides, key_strides, value_strides,
-    out, out_strides, row_max, row_sum,  # float32; they enter as 0, -inf, 0; row_max and row_sum contiguous
+    out, row_max, row_sum,  # contiguous and float32; they enter as 0, -inf, 0
     heads, groups, queries, keys, offset,
     sign, exponent_scale,
     seed: tl.uint64, last_dropped: tl.uint32, keep_scale,  # dropout: the seed, the largest word that drops a weight, 1 / (1 - p)
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr,
+    QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 1 for one batch and query head."""
     program = tl.program_id(0)  # batch * heads + head
     batch, head = program // heads, program % heads
-    row_max += program.to(tl.int64) * queries
-    row_sum += program.to(tl.int64) * queries
+    first_row = program.to(tl.int64) * queries
+    out += first_row * DIM
+    row_max += first_row
+    row_sum += first_row
 
     seen_keys = keys
     if CAUSAL:  # the last query sees the most
         seen_keys = tl.minimum(keys, queries + offset)
     for first_key in range(0, seen_keys, KEY_TILE):
         columns = first_key + tl.arange(0, KEY_TILE)
-        k_tile = tile_at(key, key_strides, batch, head // groups, first_key, KEY_TILE, PADDED_DIM)
-        v_tile = tile_at(value, value_strides, batch, head // groups, first_key, KEY_TILE, PADDED_DIM)
+        k_tile = tile_at(key, key_strides, batch, head // groups, first_key, KEY_TILE, PADDED_DIM, WIDE)
+        v_tile = tile_at(value, value_strides, batch, head // groups, first_key, KEY_TILE, PADDED_DIM, WIDE)
         k = load_tile(k_tile, first_key, keys, DIM, KEY_TILE, PADDED_DIM, True)  # [keys, dim]
         v = load_tile(v_tile, first_key, keys, DIM, KEY_TILE, PADDED_DIM, True)
 
@@ -125,10 +130,8 @@ def forward_kernel(
             first_seeing = tl.maximum(first_key - offset, 0) // QUERY_TILE * QUERY_TILE
         for first_query in range(first_seeing, queries, QUERY_TILE):
             rows = first_query + tl.arange(0, QUERY_TILE)
-            q_tile = tile_at(query, query_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM)
-            out_tile = tile_at(out, out_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM)
+            q_tile = tile_at(query, query_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE)
             q = load_tile(q_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)  # [queries, dim]
-            old_out = load_tile(out_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)
             old_max = tl.load(row_max + rows, mask=rows < queries, other=-INFINITY)  # [queries]
             old_sum = tl.load(row_sum + rows, mask=rows < queries, other=0.0)
 
@@ -148,6 +151,8 @@ def forward_kernel(
             tile_rescale = tl.exp2((tile_max - finite(new_max)) * exponent_scale)
             new_sum = old_share + tile_sum * tile_rescale
             divisor = tl.where(new_sum > 0.0, new_sum, 1.0)  # a row that has seen no key stays 0
+            out_tile = tile_at(out, (0, 0, DIM, 1), 0, 0, first_query, QUERY_TILE, PADDED_DIM, False)
+            old_out = load_tile(out_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)
             new_out = old_out * tl.div_rn(old_share, divisor)[:, None] + tile_out * tl.div_rn(tile_rescale * keep_scale, divisor)[:, None]
 
             tl.debug_barrier()  # every thread has read before any writes
@@ -160,22 +165,25 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     query, key, value, dout, query_strides, key_strides, value_strides, dout_strides,
-    out, out_strides, row_max, row_sum,  # as the forward left them; out in the inputs' dtype
-    dquery, dquery_strides,  # float32; enters as 0
-    dkey, dvalue, dkey_strides, dvalue_strides,
+    out, row_max, row_sum,  # contiguous, as the forward left them; out in the inputs' dtype
+    dquery,  # contiguous and float32; enters as 0
+    dkey, dvalue,  # contiguous
     kv_heads, groups, queries, keys, offset,
     scale, sign, exponent_scale,
     seed: tl.uint64, last_dropped: tl.uint32, keep_scale,  # dropout: the seed, the largest word that drops a weight, 1 / (1 - p)
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr,
+    QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 4 for one batch and key head."""
     program = tl.program_id(0)  # batch * kv_heads + kv_head
     batch, kv_head = program // kv_heads, program % kv_heads
+    dkey += program.to(tl.int64) * keys * DIM
+    dvalue += program.to(tl.int64) * keys * DIM
 
     for first_key in range(0, keys, KEY_TILE):
         columns = first_key + tl.arange(0, KEY_TILE)
-        k_tile = tile_at(key, key_strides, batch, kv_head, first_key, KEY_TILE, PADDED_DIM)
-        v_tile = tile_at(value, value_strides, batch, kv_head, first_key, KEY_TILE, PADDED_DIM)
+        k_tile = tile_at(key, key_strides, batch, kv_head, first_key, KEY_TILE, PADDED_DIM, WIDE)
+        v_tile = tile_at(value, value_strides, batch, kv_head, first_key, KEY_TILE, PADDED_DIM, WIDE)
         k = load_tile(k_tile, first_key, keys, DIM, KEY_TILE, PADDED_DIM, True)  # [keys, dim]
         v = load_tile(v_tile, first_key, keys, DIM, KEY_TILE, PADDED_DIM, True)
         dk = tl.zeros([KEY_TILE, PADDED_DIM], tl.float32)
@@ -186,17 +194,18 @@ def backward_kernel(
             first_seeing = tl.maximum(first_key - offset, 0) // QUERY_TILE * QUERY_TILE
         for member in range(groups):  # the query heads that share this key head
             head = kv_head * groups + member
-            statistics = (batch.to(tl.int64) * kv_heads * groups + head) * queries
+            first_row = (program.to(tl.int64) * groups + member) * queries
             for first_query in range(first_seeing, queries, QUERY_TILE):
                 rows = first_query + tl.arange(0, QUERY_TILE)
-                q_tile = tile_at(query, query_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM)
-                do_tile = tile_at(dout, dout_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM)
-                o_tile = tile_at(out, out_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM)
+                q_tile = tile_at(query, query_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE)
+                do_tile = tile_at(dout, dout_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE)
+                o_tile = tile_at(out + first_row * DIM, (0, 0, DIM, 1), 0, 0, first_query, QUERY_TILE, PADDED_DIM, False)
                 q = load_tile(q_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)  # [queries, dim]
                 do = load_tile(do_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)
                 o = load_tile(o_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)
-                maximum = tl.load(row_max + statistics + rows, mask=rows < queries, other=-INFINITY)  # [queries]
-                total = tl.load(row_sum + statistics + rows, mask=rows < queries, other=0.0)
+                delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)  # [queries]: sum_j P_ij dP_ij, which is sum_d dO_id O_id
+                maximum = tl.load(row_max + first_row + rows, mask=rows < queries, other=-INFINITY)  # [queries]
+                total = tl.load(row_sum + first_row + rows, mask=rows < queries, other=0.0)
 
                 # The weights again, now normalised.
                 seen = seen_pairs(rows, columns, queries, keys, offset, CAUSAL)
@@ -211,18 +220,16 @@ def backward_kernel(
                     dp = tl.where(keep, dp * keep_scale, 0.0)
                 dv = dot(tl.trans(rounded(dropped_p, do.dtype)), do, dv)
 
-                # Softmax's derivative; delta = sum_j P_ij dP_ij = sum_d dO_id O_id.
-                delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
                 ds = rounded(tl.where(seen, p * (dp - delta[:, None]), 0.0), q.dtype)  # 0 also where a masked value made dp infinite
                 dk = dot(tl.trans(ds), q, dk)
 
-                dq_tile = tile_at(dquery, dquery_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM)
+                dq_tile = tile_at(dquery + first_row * DIM, (0, 0, DIM, 1), 0, 0, first_query, QUERY_TILE, PADDED_DIM, False)
                 dq = load_tile(dq_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True) + scale * dot(ds, k)  # [queries, dim]
                 tl.debug_barrier()  # every thread has read before any writes
                 store_tile(dq_tile, dq, first_query, queries, DIM, QUERY_TILE, PADDED_DIM)
 
-        dk_tile = tile_at(dkey, dkey_strides, batch, kv_head, first_key, KEY_TILE, PADDED_DIM)
-        dv_tile = tile_at(dvalue, dvalue_strides, batch, kv_head, first_key, KEY_TILE, PADDED_DIM)
+        dk_tile = tile_at(dkey, (0, 0, DIM, 1), 0, 0, first_key, KEY_TILE, PADDED_DIM, False)
+        dv_tile = tile_at(dvalue, (0, 0, DIM, 1), 0, 0, first_key, KEY_TILE, PADDED_DIM, False)
         store_tile(dk_tile, scale * dk, first_key, keys, DIM, KEY_TILE, PADDED_DIM)
         store_tile(dv_tile, keep_scale * dv, first_key, keys, DIM, KEY_TILE, PADDED_DIM)
         tl.debug_barrier()  # the next key tile reads the dQ that other threads of this program wrote
@@ -245,7 +252,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call, tile: Tiles) 
     out = torch.zeros((*rows, call.dim), dtype=torch.float32, device=query.device)
     row_max = torch.full(rows, -math.inf, dtype=torch.float32, device=query.device)
     row_sum = torch.zeros(rows, dtype=torch.float32, device=query.device)
-    tensors = _with_strides(query=query, key=key, value=value, out=out) | {"row_max": row_max, "row_sum": row_sum}
+    tensors = with_strides(query=query, key=key, value=value) | {"out": out, "row_max": row_max, "row_sum": row_sum}
     sizes = {"heads": call.heads, "groups": call.groups, "queries": call.queries, "keys": call.keys, "offset": call.offset}
     arguments = tensors | sizes | _scaling(call) | _dropout(call) | _constants(call, tile)
     Launch(forward_kernel, (call.batch * call.heads,), arguments, **OPTIONS).run()
@@ -257,25 +264,19 @@ def backward(query: Tensor, key: Tensor, value: Tensor, dout: Tensor, saved: For
     dquery = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     dkey = torch.empty(key.shape, dtype=key.dtype, device=key.device)
     dvalue = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    tensors = _with_strides(query=query, key=key, value=value, dout=dout, out=saved.out, dquery=dquery, dkey=dkey, dvalue=dvalue)
+    tensors = with_strides(query=query, key=key, value=value, dout=dout) | saved._asdict() | {"dquery": dquery, "dkey": dkey, "dvalue": dvalue}
     sizes = {"kv_heads": call.kv_heads, "groups": call.groups, "queries": call.queries, "keys": call.keys, "offset": call.offset, "scale": call.scale}
-    statistics = {"row_max": saved.row_max, "row_sum": saved.row_sum}
-    arguments = tensors | statistics | sizes | _scaling(call) | _dropout(call) | _constants(call, tile)
+    arguments = tensors | sizes | _scaling(call) | _dropout(call) | _constants(call, tile)
     Launch(backward_kernel, (call.batch * call.kv_heads,), arguments, **OPTIONS).run()
     return dquery.to(query.dtype), dkey, dvalue
 
 
-OPTIONS = {"num_warps": 8, "num_stages": 1}  # nothing to pipeline: the loops hold barriers
-
-
-def _with_strides(**tensors: Tensor) -> dict[str, Any]:
-    return tensors | {f"{name}_strides": tensor.stride() for name, tensor in tensors.items()}
+OPTIONS = {"num_warps": 4, "num_stages": 1}  # nothing to pipeline: the loops hold barriers
 
 
 def _scaling(call: Call) -> dict[str, float]:
-    """The scale's sign and |scale| log2(e), kept above 0 in float32: -inf times it must stay -inf."""
     scale = Scale.of(call.scale)
-    return {"sign": float(scale.sign), "exponent_scale": max(scale.magnitude * math.log2(math.e), torch.finfo(torch.float32).tiny)}
+    return {"sign": float(scale.sign), "exponent_scale": scale.exponent}
 
 
 def _dropout(call: Call) -> dict[str, float]:
@@ -296,7 +297,7 @@ def _constants(call: Call, tile: Tiles) -> dict[str, Any]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        saved = forward(query, key, value, call, tiles(call.dim, resident=4))
+        saved = forward(query, key, value, call, tiles(query.dtype, call.dim, resident=4))
         ctx.save_for_backward(query, key, value, *saved)
         ctx.call = call
         # Natural log of the scores' sum of exponentials. The maximum of a row that saw nothing is -inf, and so is its lse.
@@ -308,7 +309,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, *saved = ctx.saved_tensors
-        return *backward(query, key, value, dout, Forward(*saved), ctx.call, tiles(ctx.call.dim, resident=8)), None
+        return *backward(query, key, value, dout, Forward(*saved), ctx.call, tiles(query.dtype, ctx.call.dim, resident=8)), None
 
 
 def attention(
@@ -353,9 +354,9 @@ def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
 
     Tiles narrow as the head dim grows. The claim is the narrowest, which makes the most steps; within wider ones sums are trees, no deeper than it is long.
     """
-    narrowest = tiles(256, resident=8)
     on_tensor_cores = device == "cuda" and dtype != "float32"
-    return Arithmetic(accumulate="tensor_core" if on_tensor_cores else "fma", key_tile=tiles(256, resident=4).key, query_tile=narrowest.query)
+    narrowest = tiles(getattr(torch, dtype), 256, resident=4)
+    return Arithmetic(accumulate="tensor_core" if on_tensor_cores else "fma", key_tile=narrowest.key, query_tile=narrowest.query)
 
 
 implementation = Implementation(
