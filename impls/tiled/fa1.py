@@ -1,9 +1,9 @@
 """FlashAttention (Dao, Fu, Ermon, Rudra and Re, "FlashAttention: fast and memory-efficient exact attention with IO-awareness", 2022, arXiv 2205.14135).
 
-The first paper's order. The outer loop runs over tiles of keys and values, the inner one over tiles of queries. So each tile of keys is read once, and the output
-is read, rescaled, normalised and written back at every step, with its running maximum m and sum ell: they live in device memory (here: tensors of a whole head),
-the scores never do. The backward pass computes the weights again from m and ell, in the same order: dK and dV of a tile of keys stay on chip, dQ is added to in
-device memory.
+The first paper's order. The outer loop runs over tiles of keys and values, the inner one over tiles of queries. So each tile of keys is read once, and
+the output is read, rescaled, normalised and written back at every step, with its running maximum m and sum ell: they live in device memory (here:
+tensors of a whole head), the scores never do. The backward pass computes the weights again from m and ell, in the same order: dK and dV of a tile of
+keys stay on chip, dQ is added to in device memory.
 
 Shapes: Bc = ceil(M / 4d) keys and Br = min(Bc, d) queries for a chip that holds M numbers, d = head dim; the last tile of a length is as short as it is.
 """
@@ -81,7 +81,7 @@ class _FlashAttention1(torch.autograd.Function):
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 2: out [batch, heads, queries, dim] in the input dtype; m and l [batch, heads, queries] in float32, m of the products before the scale."""
+    """Algorithm 2: out [batch, heads, queries, dim] in the input dtype; m and ell [batch, heads, queries] in float32, m of products before the scale."""
     out = query.new_empty(query.shape)
     maximum = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
     total = query.new_zeros(query.shape[:3], dtype=torch.float32)
