@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,8 @@ def test_gradients_are_limits_of_difference_quotients(line: str) -> None:
 
 
 def _quotient(problem: Problem, name: str, place: int, step: float) -> mpf:
-    above, below = (_loss(replace(problem, **{name: _nudged(getattr(problem, name), place, by)})) for by in (step, -step))
+    changed: list[dict[str, Any]] = [{name: _nudged(getattr(problem, name), place, by)} for by in (step, -step)]
+    above, below = (_loss(replace(problem, **change)) for change in changed)
     with workprec(mp.BITS):
         return (above - below) / (2 * step)
 
