@@ -226,6 +226,7 @@ def _templates() -> jinja2.Environment:
     )
     environment.filters |= {
         "number": wording.number,
+        "rho": wording.rho,
         "scientific": wording.scientific,
         "bytes": wording.bytes_,
         "repeat": wording.repeat_line,

@@ -9,7 +9,7 @@ from typing import Literal
 
 from reports.evidence import DTYPES, TENSORS, Evidence, Judged, Kernel, Machine, dtype_order, severity, size
 from reports.record import Curve, Judgement, Memory
-from reports.wording import number, plural
+from reports.wording import plural, rho
 
 State = Literal["passed", "failed", "known defect", "refused", "not possible here", "not claimed", "not run"]
 
@@ -39,7 +39,7 @@ class Cell:
 
     @property
     def rho(self) -> str:
-        return "" if self.worst is None or self.worst.rho is None else number(self.worst.rho)
+        return "" if self.worst is None or self.worst.rho is None else rho(self.worst.rho)
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,9 @@ def largest(judged: Iterable[Judged]) -> Largest:
     """The largest figures. Of the biases, the one that comes nearest to its allowance as it is judged (oracles/verdict.py, four standard errors to spare): the
     largest number is often a mean over rows that nearly cancel, with a standard error as large."""
     judged = list(judged)
-    rho = max((j for j in judged if j.rho is not None), key=lambda j: size(j.rho), default=None)
-    bias = max((j for j in judged if j.judgement.bias is not None), key=lambda j: lean(j.judgement), default=None)
-    return Largest(rho, bias)
+    of_rho = max((j for j in judged if j.rho is not None), key=lambda j: size(j.rho), default=None)
+    of_bias = max((j for j in judged if j.judgement.bias is not None), key=lambda j: lean(j.judgement), default=None)
+    return Largest(of_rho, of_bias)
 
 
 def lean(judgement: Judgement) -> float:

@@ -13,18 +13,24 @@ _KEY_AXES = ("batch", "kv head", "key", "dim")
 
 
 def number(value: float | str | None, digits: int = 2) -> str:
-    """A figure to `digits` significant digits: 0.79, 7.3, 3.1e-5. One that is not 1 is never written as 1: beside a bound it would mislead."""
+    """A figure to `digits` significant digits: 0.79, 7.3, 3.1e-5."""
     if value is None:
         return "–"
     value = float(value)
     if not math.isfinite(value) or value == 0:
         return "0" if value == 0 else str(value)
-    while digits < 12 and value != 1 and float(f"{value:.{digits}g}") == 1:
-        digits += 1
-    if 1e-3 <= abs(value) < 1e4:
-        places = max(0, digits - 1 - math.floor(math.log10(abs(float(f"{value:.{digits}g}")))))
-        return f"{value:.{places}f}"
+    rounded = float(f"{value:.{digits}g}")
+    if 1e-3 <= abs(rounded) < 1e4:
+        return f"{value:.{max(0, digits - 1 - math.floor(math.log10(abs(rounded))))}f}"
     return scientific(value, digits)
+
+
+def rho(value: float | str | None) -> str:
+    """A rho: two digits, and as many as it takes to tell it from 1, which separates what passes from what fails."""
+    digits = 2
+    while value is not None and digits < 7 and float(value) != 1 and number(value, digits) == number(1.0, digits):
+        digits += 1
+    return number(value, digits)
 
 
 def scientific(value: float | str, digits: int = 2) -> str:
@@ -85,12 +91,12 @@ def failure_block(judgement: Judgement, threshold: str = "") -> str:
     """
     if is_block(judgement.message):
         return judgement.message.strip()
-    rho = worst_rho(judgement)
+    worst = worst_rho(judgement)
     head = "  ".join((judgement.implementation, judgement.tensor or judgement.check, judgement.dtype))
     lines = []
-    if rho is not None:
+    if worst is not None:
         statistical = size(judgement.rho_statistical) > size(judgement.rho)
-        head += f"  rho {number(rho)}" + (" (statistical)" if statistical else "")
+        head += f"  rho {rho(worst)}" + (" (statistical)" if statistical else "")
         figures = [] if judgement.worst is None else [f"error {scientific(judgement.worst.error)}", f"bound {scientific(judgement.worst.bound)}"]
         figures += [judgement.certainty] if judgement.certainty else []
         head += "   " + ", ".join(figures) if figures else ""
@@ -98,7 +104,7 @@ def failure_block(judgement: Judgement, threshold: str = "") -> str:
     if judgement.worst is not None:
         lines.append(f"worst at {where(judgement)}: got {value(judgement.worst.got)}, exact {value(judgement.worst.exact)}")
         lines.append(judgement.worst.note)
-    if judgement.bias is not None and size(rho) <= 1:
+    if judgement.bias is not None and size(worst) <= 1:
         lines.append(bias_line(judgement))
     lines += [threshold, judgement.message.strip(), f"again: {repeat_line(judgement)}"]
     return "\n".join(line for line in lines if line)
@@ -122,11 +128,12 @@ def bias_line(judgement: Judgement) -> str:
 def stem(name: str) -> str:
     """A file name (less its suffix) and anchor for any name, on any file system: lower-case names of letters, digits, dots, dashes and underscores are kept,
     every other one is stripped to these and told apart by a digest."""
-    reserved = name.partition(".")[0] in {"index", "con", "prn", "aux", "nul"} or re.match(r"(com|lpt)\d(\.|$)", name)
+    reserved = re.match(r"(index|con|prn|aux|nul|com\d|lpt\d)(\.|$)", name, re.IGNORECASE)
     if re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,79}", name) and not name.endswith(".") and not reserved:
         return name
-    stripped = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:60] or "implementation"
-    return f"{stripped}-{sha256(name.encode(errors='surrogatepass')).hexdigest()[:8]}"
+    stripped = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:60]
+    prefix = "implementation-" if reserved or not stripped else ""
+    return f"{prefix}{stripped or 'name'}-{sha256(name.encode(errors='surrogatepass')).hexdigest()[:8]}"
 
 
 def plural(count: int, noun: str) -> str:
