@@ -31,6 +31,7 @@ CATALOGUE: dict[str, str] = {
     "sdpa.flash": "impls.peers.sdpa:flash",
     "sdpa.efficient": "impls.peers.sdpa:efficient",
     "sdpa.cudnn": "impls.peers.sdpa:cudnn",
+    "flex": "impls.peers.flex:implementation",
 }
 
 FORMS = "give a name of the catalogue, 'package.module:attribute' or 'path/file.py:attribute'"

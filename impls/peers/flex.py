@@ -1,0 +1,84 @@
+"""FlexAttention (`torch.nn.attention.flex_attention`), compiled: Triton kernels that PyTorch writes for the mask of the call.
+
+For CUDA alone: on a CPU it has no backward pass. It compiles once for each kind of call, which takes seconds.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+from impls.call import BLOCK
+from impls.spec import Alignment, Device, Implementation, Supports
+
+
+@cache
+def compiled() -> Any:
+    """FlexAttention as a kernel. Uncompiled it would be textbook attention, so what cannot be compiled is an error (`fullgraph`)."""
+    return torch.compile(flex_attention, fullgraph=True)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    causal_alignment: Alignment = "top_left",
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    block_mask: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """FlexAttention behind the call of this project. Its log-sum-exp is the natural one."""
+    mask = _block_mask(query, key, is_causal, causal_alignment, block_mask)
+    # Every kind of call is a kernel of its own; beyond a few, torch.compile would give up.
+    with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
+        if not return_lse:
+            out: Tensor = compiled()(query, key, value, block_mask=mask, scale=scale, enable_gqa=enable_gqa)
+            return out
+        out, aux = compiled()(query, key, value, block_mask=mask, scale=scale, enable_gqa=enable_gqa, return_aux=AuxRequest(lse=True))
+        return out, aux.lse
+
+
+def _block_mask(query: Tensor, key: Tensor, is_causal: bool, alignment: Alignment, blocks: Tensor | None) -> BlockMask | None:
+    if not is_causal and blocks is None:
+        return None
+    batch, heads, queries, _ = query.shape
+    keys, device = key.shape[2], query.device
+    # Tensors, not numbers: a number would be part of the kernel, and each a reason to compile again.
+    offset = torch.tensor((keys - queries if alignment == "bottom_right" else 0) if is_causal else keys, device=device)
+    sizes = (-(-queries // BLOCK), -(-keys // BLOCK))
+    table = (torch.ones(sizes, dtype=torch.bool, device=device) if blocks is None else blocks).expand(batch, heads, *sizes)
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i + offset) & table[b, h, i // BLOCK, j // BLOCK]
+
+    return create_block_mask(seen, batch, heads, queries, keys, device=device.type, BLOCK_SIZE=BLOCK)
+
+
+def missing(device: Device) -> str | None:
+    """Why it cannot run."""
+    return "CUDA: no device" if device == "cuda" and not torch.cuda.is_available() else None
+
+
+implementation = Implementation(
+    name="flex",
+    attention=attention,
+    supports=Supports(
+        devices=("cuda",),
+        causal=("top_left", "bottom_right"),
+        scale="positive",
+        grouped_heads=True,
+        cross_lengths=True,
+        strided=True,
+        block_mask=True,
+        lse=True,
+        dims=(16, 256),
+    ),
+    summary="PyTorch's FlexAttention, compiled for the mask.",
+    missing=missing,
+    bare=True,
+)
