@@ -10,7 +10,7 @@ Fasi et al., PeerJ CS 7:e330, 2021 (tensor cores truncate).
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -50,6 +50,11 @@ class Claim:
     arithmetic: Arithmetic
     form: Form = "deterministic"
     dtype: torch.dtype | None = None
+
+
+def without_casts(claim: Claim) -> Claim:
+    """The claim as if nothing were rounded to 16 bit: what is left is what float32 sums, scores and exponentials make, statistically."""
+    return Claim(replace(claim.arithmetic, weights="float32"), "statistical", torch.float32)
 
 
 FLOAT64 = Claim(Arithmetic(accumulate="float64", weights="float32"), dtype=torch.float64)  # the working oracle, `naive.attention`
@@ -117,19 +122,49 @@ def has_statistical_gate(problem: Problem, arithmetic: Arithmetic) -> bool:
 
 def bounds(problem: Problem, claim: Claim) -> Attention:
     """The bound of every element of out, lse, dq, dk and dv, in float64, shaped like them."""
-    return evaluate(problem, [claim])[1][0]
+    return evaluate(problem, [claim]).bounds[0]
 
 
-def evaluate(problem: Problem, claims: Sequence[Claim], block_scores: int = naive.BLOCK_SCORES) -> tuple[Attention, list[Attention]]:
-    """The float64 answer and the bound of each claim, in one pass over the rows."""
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """The float64 answer, the bound of each claim, and what rounding the weights to nearest does to the answer.
+
+    casts: the errors that a correct cast of P and dS to the inputs' dtype makes, of normalised and of unnormalised weights; empty for float32.
+    Where weights repeat (ties, scores near 0) these errors all have one sign, so a correct kernel leans by as much.
+    """
+
+    answer: Attention
+    bounds: list[Attention]
+    casts: list[Attention]
+
+
+def evaluate(problem: Problem, claims: Sequence[Claim], block_scores: int = naive.BLOCK_SCORES) -> Evaluation:
+    """The float64 answer and everything that it is judged by, in one pass over the rows."""
     answer = naive.empty_answer(problem)
     sums = [_Sums(problem, _units(problem, claim)) for claim in claims]
+    sixteen_bit = problem.query.dtype in (torch.float16, torch.bfloat16)
+    casts = [naive.empty_answer(problem), naive.empty_answer(problem)] if sixteen_bit else []
     for rows in naive.row_blocks(problem, block_scores):
         naive.add_rows(answer, rows, problem.groups)
         parts = _Parts(rows)
         for one in sums:
             one.add(rows, parts)
-    return answer, [one.finish(answer) for one in sums]
+        if casts:
+            _add_casts(casts, rows, parts, problem)
+    return Evaluation(answer, [one.finish(answer) for one in sums], casts)
+
+
+def _add_casts(casts: list[Attention], rows: Rows, parts: "_Parts", problem: Problem) -> None:
+    def off(weights: Tensor) -> Tensor:
+        return weights.to(problem.query.dtype).to(torch.float64) - weights
+
+    total = torch.exp(rows.lse[:, None] - rows.maximum)  # l: weights relative to the row's maximum are P l
+    dscores = off(rows.dscores)
+    for cast, error in zip(casts, (off(parts.dropped), off(parts.dropped * total) / total.clamp(min=1.0)), strict=True):
+        cast.out[rows.batch, rows.head, rows.start : rows.stop] = error @ rows.value
+        cast.dv[rows.batch, rows.head // problem.groups] += error.T @ rows.dout
+        cast.dq[rows.batch, rows.head, rows.start : rows.stop] = rows.scale * (dscores @ rows.key)
+        cast.dk[rows.batch, rows.head // problem.groups] += rows.scale * (dscores.T @ rows.query)
 
 
 class _Parts:

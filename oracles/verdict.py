@@ -1,6 +1,7 @@
 """The verdict on one tensor: rho, bias, the worst element. Pure functions of what a kernel answered, the exact answer and the bound."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,11 +73,12 @@ def rho(actual: Tensor, exact: Float[Tensor, "..."], bound: Float[Tensor, "..."]
     return Rho(float(ratio[index]), Worst(index, got, true, abs(got - true), float(bound[index])))
 
 
-def bias(actual: Tensor, exact: Float[Tensor, "..."], bound: Float[Tensor, "..."]) -> Bias | None:
+def bias(actual: Tensor, exact: Float[Tensor, "..."], float32_bound: Float[Tensor, "..."], casts: Sequence[Float[Tensor, "..."]] = ()) -> Bias | None:
     """Whether the errors lean to one side. None where there are too few rows to tell, or nothing to weigh.
 
-    actual: in the kernel's dtype, whose roundoff is the unit. bound: the unit for float32, where errors of the scores dominate, not the
-    output's rounding.
+    actual: in the kernel's dtype; in 16 bit its roundoff is the unit. float32_bound: the statistical bound without casts; for float32 it is the unit, in 16 bit
+    what it explains is allowed on top, since the error of one row's maximum or lse has one sign for the whole row. casts: the errors that rounding the
+    weights to nearest makes on this input; what they lean is allowed on top.
     """
     rows = exact.reshape(-1, exact.shape[-1])
     blocks = min(BIAS_BLOCKS, len(rows))
@@ -84,17 +86,19 @@ def bias(actual: Tensor, exact: Float[Tensor, "..."], bound: Float[Tensor, "..."
     if blocks < BIAS_FEWEST_BLOCKS or not (got.isfinite().all() and rows.isfinite().all()):
         return None
     in_ulps = actual.dtype in (torch.float16, torch.bfloat16)
-    unit = (bounds.worst_unit(rows, actual.dtype) if in_ulps else bound.reshape(rows.shape)).sum()
+    unit = (bounds.worst_unit(rows, actual.dtype) if in_ulps else float32_bound.reshape(rows.shape)).sum()
     if unit == 0.0 or not unit.isfinite():
         return None
     rounded = rows.to(actual.dtype).to(torch.float64)
-    beyond = (got - rows) - (rounded - rows)
+    beyond = got - rounded  # the error less that of the correctly rounded result
+    explained = float(float32_bound.sum() / unit) if in_ulps else 0.0
     leans = []
     for sign in (rows.sign(), torch.ones_like(rows)):
         sums = torch.stack([block.sum() for block in (beyond * sign).tensor_split(blocks)])
         error = torch.sqrt(blocks / (blocks - 1) * (sums - sums.mean()).square().sum())
-        leans.append(Bias(float(sums.sum() / unit), float(error / unit), bounds.BIAS_ALLOWANCE))
-    return max(leans, key=lambda lean: abs(lean.value) - bounds.BIAS_STANDARD_ERRORS * lean.standard_error)
+        own = max((float((cast.reshape(rows.shape) * sign).sum().abs() / unit) for cast in casts), default=0.0)
+        leans.append(Bias(float(sums.sum() / unit), float(error / unit), bounds.BIAS_ALLOWANCE + explained + own))
+    return max(leans, key=lambda lean: abs(lean.value) - bounds.BIAS_STANDARD_ERRORS * lean.standard_error - lean.allowance)
 
 
 def ulps(actual: Tensor, exact: Float[Tensor, "..."]) -> Tensor:

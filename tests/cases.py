@@ -200,23 +200,30 @@ def inputs(case: Case, device: str | torch.device = "cpu", outside: float = math
         case "uniform":
             query = np.zeros_like(query)
         case "spike":
-            # The last coordinate is 1 in every query and large in one key alone, so that its scores rise by the magnitude.
-            query[..., -1] = 1.0
+            # The last coordinate is the same in every query, and in all keys but one it is 0, so that one key's scores rise by the magnitude.
+            query[..., -1], lift = _factors(case.magnitude, scale)
             key[..., -1] = 0.0
-            key[:, :, case.keys // 3, -1] = case.magnitude / scale if scale else 0.0
+            key[:, :, case.keys // 3, -1] = lift
     if case.family != "spike":
         query = query * case.magnitude
-    if case.shift and scale:
-        # The first coordinate is the same in every query and every key: it adds one constant to all scores.
-        product = case.shift / scale
-        power = 2.0 ** math.floor(math.log2(abs(product)) / 2)
-        query[..., 0] = power
-        key[..., 0] = product / power
+    if case.shift:
+        # The first coordinate is the same in every query and in every key: it adds one constant to all scores.
+        query[..., 0], key[..., 0] = _factors(case.shift, scale)
     dtype = getattr(torch, case.dtype)
     tensors = [
-        _laid_out(_rounded(name, numbers, dtype), case.layout, device, outside) for name, numbers in (("query", query), ("key", key), ("value", value), ("dout", dout))
+        _laid_out(_rounded(name, numbers, dtype), case.layout, device, outside)
+        for name, numbers in (("query", query), ("key", key), ("value", value), ("dout", dout))
     ]
     return Inputs(*tensors, block_mask=_block_mask(case, device))
+
+
+def _factors(score: float, scale: float) -> tuple[float, float]:
+    """Two numbers of about one size whose scaled product is the score; the first is a power of two."""
+    if not score or not scale:
+        return 0.0, 0.0
+    product = score / scale
+    power = 2.0 ** math.floor(math.log2(abs(product)) / 2)
+    return power, product / power
 
 
 def _raw(case: Case, stream: int, count: int) -> np.ndarray:

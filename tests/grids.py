@@ -148,10 +148,10 @@ def layouts(dtype: Dtype, device: Device) -> list[Case]:
 def repeated(dtype: Dtype, device: Device) -> list[Case]:
     """Cases for bitwise repeatability and independence of the batch."""
     text = """
-    b3 h2 q140 k140 d64 causal
-    b3 h4/2 q100 k170 d40
-    b3 h2 q130 k130 d64 causal dropout0.2
-    b3 h2 q260 k260 d32 blocks0.5
+    b2 h2 q140 k140 d64 causal
+    b3 h2/1 q65 k70 d40
+    b2 h1 q70 k70 d64 causal dropout0.2
+    b2 h1 q260 k260 d32 blocks0.5
     """
     return _lines(text, dtype) + (_lines("b4 h8 q1000 k1000 d128 causal\nb3 h8/2 q2048 k2048 d64", dtype) if device == "cuda" else [])
 

@@ -26,7 +26,9 @@ class Exact:
     answer: Attention
     error: Attention  # of the oracle itself
     bound: Attention
-    statistical: Attention | None  # the probabilistic bound, where it gates
+    statistical: Attention  # the probabilistic bound without 16-bit casts: the unit, or a part, of the bias
+    gates: bool  # whether the probabilistic bound gates too
+    casts: list[Attention]  # what rounding the weights to nearest does here
     certainty: Certainty
 
 
@@ -51,22 +53,21 @@ class Judged:
         return self.worst_rho <= 1.0 and not (self.bias and self.bias.leans)
 
 
-@lru_cache(maxsize=48)
+@lru_cache(maxsize=128)
 def exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
     """The exact result of a case and the bound of a claim: certified when small, float64 with its own bound otherwise, sampled rows when long."""
     problem = inputs(case, device).problem(case)
-    claims = [bounds.Claim(arithmetic), bounds.FLOAT64]
-    if bounds.has_statistical_gate(problem, arithmetic):
-        claims.append(bounds.Claim(arithmetic, "statistical"))
-    answer, found = bounds.evaluate(problem, claims)
-    error, certainty = found[1], "bounded"
+    claim = bounds.Claim(arithmetic)
+    evaluation = bounds.evaluate(problem, [claim, bounds.FLOAT64, bounds.without_casts(claim)])
+    answer, (bound, error, statistical) = evaluation.answer, evaluation.bounds
+    certainty: Certainty = "bounded"
     if case.batch * case.heads * case.queries * case.keys * case.dim <= CERTIFIED_PRODUCTS:
         answer, error = _enclosed(case)
         answer, error, certainty = _to(answer, device), _to(error, device), "certified"
     elif case.keys >= SAMPLED_FROM:
         _check_sampled_rows(problem, answer, error)
         certainty = "sampled"
-    return Exact(answer, error, found[0], found[2] if len(found) > 2 else None, certainty)
+    return Exact(answer, error, bound, statistical, bounds.has_statistical_gate(problem, arithmetic), evaluation.casts, certainty)
 
 
 @lru_cache(maxsize=256)
@@ -107,13 +108,12 @@ def judge(answer: Answer, case: Case, arithmetic: Arithmetic, names: tuple[Tenso
 
 
 def _judge_tensor(actual: Tensor, name: TensorName, truth: Exact) -> Judged:
-    true, error, bound = (getattr(part, name) for part in (truth.answer, truth.error, truth.bound))
-    statistical = getattr(truth.statistical, name) if truth.statistical else None
+    true, error, bound, statistical = (getattr(part, name) for part in (truth.answer, truth.error, truth.bound, truth.statistical))
     return Judged(
         tensor=name,
         rho=verdict.rho(actual, true, bound, error),
-        statistical=verdict.rho(actual, true, statistical, error) if statistical is not None else None,
-        bias=verdict.bias(actual, true, statistical if statistical is not None else bound) if name != "lse" else None,
+        statistical=verdict.rho(actual, true, statistical, error) if truth.gates else None,
+        bias=verdict.bias(actual, true, statistical, [getattr(cast, name) for cast in truth.casts]) if name != "lse" else None,
         certainty=truth.certainty,
     )
 

@@ -33,7 +33,13 @@ DEFECTS = ROOT / "tests" / "known_defects.toml"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("flashproof", "verification of attention kernels")
-    group.addoption("--impl", action="append", default=[], metavar="NAME", help="an implementation: a name or glob of the catalogue, pkg.mod:attr, or path/file.py:attr; repeatable")
+    group.addoption(
+        "--impl",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="an implementation: a name or glob of the catalogue, pkg.mod:attr, or path/file.py:attr; repeatable",
+    )
     group.addoption("--dtype", action="append", default=[], choices=DTYPES, help="only this dtype; repeatable")
     group.addoption("--device", choices=("cpu", "cuda"), help="only on this device")
     group.addoption("--case", metavar="LINE", help="only this case, as a report prints it; every check that takes it runs it")
@@ -42,6 +48,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "check(grid=..., claims=(), single=True): a check of an implementation over a grid of cases; single: it takes a --case")
     config.addinivalue_line("markers", "gpu: runs on a CUDA device")
+    # The cases are small: a second thread waits more than it computes, and workers (-n) use the other cores better.
+    torch.set_num_threads(1)
     config.stash[STATE] = State.of(config)
 
 
@@ -97,8 +105,7 @@ class State:
                 missing = failure if implementation is None else implementation.missing(device) or _no_device(device)
                 dtypes = [dtype for dtype in self.dtypes if implementation is None or dtype in implementation.supports.dtypes]
                 targets += [Target(name, dtype, device, implementation, missing) for dtype in dtypes]
-        # Dtype first: the exact results of a check's cases are then computed once and judged against for every implementation.
-        return sorted(targets, key=lambda target: (target.device, DTYPES.index(target.dtype)))
+        return targets
 
     def cases(self, marker: pytest.Mark, target: Target) -> list[Case]:
         """The cases of a check's grid that the target claims; with --case, that one."""
@@ -176,6 +183,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [item for item in checks if _target(item) is not None]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+    # Dtype by dtype, so that what the oracles computed for a case serves every check and implementation before it is forgotten.
+    items.sort(key=lambda item: str((target.device, target.dtype)) if (target := _target(item)) else "")
     for item in items:
         target = _target(item)
         if target is None:
@@ -334,7 +343,9 @@ def _claim(state: State, implementation: Implementation) -> Claim:
     supports = implementation.supports
     arithmetic = {f"{dtype} on {device}": asdict(implementation.arithmetic(dtype, device)) for dtype in supports.dtypes for device in supports.devices}
     fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(supports).items()}
-    return Claim(run=state.run, implementation=implementation.name, summary=implementation.summary, supports=fields, arithmetic=arithmetic, bare=implementation.bare)
+    return Claim(
+        run=state.run, implementation=implementation.name, summary=implementation.summary, supports=fields, arithmetic=arithmetic, bare=implementation.bare
+    )
 
 
 def _environment(run: str) -> Environment:

@@ -94,7 +94,10 @@ class Subject:
             self.fail(case, f"{message}: {name} holds NaN")
             return
         index = tuple(int(i) for i in apart.nonzero()[0])
-        self.fail(case, f"{message}: {name} differs in {int(apart.sum())} of {apart.numel()} elements, first at {list(index)}: {first[index].item()} and {second[index].item()}")
+        self.fail(
+            case,
+            f"{message}: {name} differs in {int(apart.sum())} of {apart.numel()} elements, first at {list(index)}: {first[index].item()} and {second[index].item()}",
+        )
 
     def fail(self, case: Case, message: str) -> None:
         """Records a failure without figures."""
@@ -214,7 +217,9 @@ class Subject:
         ]
         if judged.bias and judged.bias.leans:
             unit = "bounds" if self.dtype == "float32" else "output ulps"
-            lines.append(f"leans by {judged.bias.value:+.3g} {unit} on average, standard error {judged.bias.standard_error:.2g}, allowed {judged.bias.allowance}")
+            lines.append(
+                f"leans by {judged.bias.value:+.3g} {unit} on average, standard error {judged.bias.standard_error:.2g}, allowed {judged.bias.allowance:.2g}"
+            )
         if len(self.failures) == 0:
             lines.append(self._onset(case, judged.tensor))
         return "\n".join([line for line in lines if line] + [self.again(case)])

@@ -1,0 +1,48 @@
+"""Bitwise repeatability and independence of the batch, of those that claim them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests import grids
+from tests.cases import Inputs, inputs
+from tests.subject import Subject
+
+RUNS = {"cpu": 2, "cuda": 20}
+
+
+@pytest.mark.check(grid=grids.repeated, claims=("deterministic",))
+def test_run_to_run(subject: Subject) -> None:
+    """The same call again gives the same bits, gradients included."""
+    backward = subject.implementation.supports.backward
+    for case in subject.cases:
+        given = inputs(case, subject.device)
+        first = subject.attend(case, backward=backward, given=given)
+        for run in range(2, RUNS[subject.device] + 1):
+            again = subject.attend(case, backward=backward, given=given)
+            if first is None or again is None:
+                break
+            same = all(torch.equal(first[name], again[name]) for name in first.tensors)
+            if not same or run == RUNS[subject.device]:
+                for name in first.tensors:
+                    subject.expect_equal(first[name], again[name], case, name, f"run {run} differs from run 1")
+                break
+
+
+@pytest.mark.check(grid=grids.repeated, claims=("batch_invariant",))
+def test_slice_of_a_batch(subject: Subject) -> None:
+    """The last entry of a batch by itself gives the bits that it gives within the batch. Dropout counts the batch, so it is left out."""
+    backward = subject.implementation.supports.backward
+    for case in subject.cases:
+        if case.dropout:
+            continue
+        given = inputs(case, subject.device)
+        last = slice(case.batch - 1, case.batch)
+        alone = Inputs(given.query[last], given.key[last], given.value[last], given.dout[last], None if given.block_mask is None else given.block_mask[last])
+        whole = subject.attend(case, backward=backward, given=given)
+        part = subject.attend(replace(case, batch=1), backward=backward, given=alone)
+        if whole is None or part is None:
+            continue
+        for name in whole.tensors:
+            subject.expect_equal(whole[name][last], part[name], case, name, "an entry of a batch by itself differs from the same entry within the batch")

@@ -1,0 +1,123 @@
+"""Masks: what a query does not see changes nothing, bitwise; a query that sees nothing answers zero; the two causal alignments are two masks."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import grids
+from tests.cases import Case, Inputs, inputs
+from tests.subject import BACKWARD, FORWARD, Subject
+
+
+def _tensors(subject: Subject) -> tuple[str, ...]:
+    return FORWARD + BACKWARD if subject.implementation.supports.backward else FORWARD
+
+
+@pytest.mark.check(grid=grids.masked)
+def test_masked(subject: Subject) -> None:
+    """Causal at queries <, =, > keys, both alignments, block masks: inside the bound."""
+    for case in subject.cases:
+        subject.judge(case, _tensors(subject))  # type: ignore[arg-type]
+
+
+@pytest.mark.check(grid=grids.masked)
+def test_hidden_keys_change_nothing(subject: Subject) -> None:
+    """Large finite values in hidden keys and values leave out, lse and the gradients of what is visible bitwise as they were."""
+    _replace_hidden(subject, large=True)
+
+
+@pytest.mark.check(grid=grids.masked, claims=("masked_nan",))
+def test_hidden_nan_changes_nothing(subject: Subject) -> None:
+    """The same with NaN, of those that claim it."""
+    _replace_hidden(subject, large=False)
+
+
+def _replace_hidden(subject: Subject, *, large: bool) -> None:
+    """Takes the first half of the queries, and replaces every key and value that none of them sees.
+
+    The output gradients of the other queries are zero, so dK and dV of the keys that stay depend on the first half alone.
+    """
+    backward = subject.implementation.supports.backward
+    for case in subject.cases:
+        given = inputs(case, subject.device)
+        rows = torch.arange(max(1, case.queries // 2), device=given.query.device)
+        seen = _seen_keys(case, given, rows)
+        if bool(seen.all()):
+            continue
+        dout = given.dout.clone()
+        dout[:, :, len(rows) :] = 0.0
+        plain = replace_tensors(given, given.key, given.value, dout)
+        hidden = ~seen[..., None]
+        magnitude = 100.0 if large else math.nan
+        other = replace_tensors(given, torch.where(hidden, magnitude, given.key), torch.where(hidden, -30.0 * magnitude, given.value), dout)
+        first = subject.attend(case, backward=backward, given=plain)
+        second = subject.attend(case, backward=backward, given=other)
+        if first is None or second is None:
+            continue
+        message = f"{'large values' if large else 'NaN'} in keys and values that no query sees changed what these queries answer"
+        for name in _tensors(subject):
+            if name not in first:  # type: ignore[comparison-overlap]
+                continue
+            one, two = first[name], second[name]  # type: ignore[index]
+            if name in ("dk", "dv"):
+                one, two = torch.where(hidden, 0.0, one), torch.where(hidden, 0.0, two)
+            else:
+                one, two = one[:, :, : len(rows)], two[:, :, : len(rows)]
+            subject.expect_equal(one, two, case, name, message)
+
+
+def _seen_keys(case: Case, given: Inputs, rows: Tensor) -> Tensor:
+    """Boolean [batch, kv_heads, keys]: the keys that any of the rows of any head of the group sees."""
+    mask = given.problem(case).mask
+    seen = torch.zeros((case.batch, case.kv_heads, case.keys), dtype=torch.bool, device=rows.device)
+    groups = case.heads // case.kv_heads
+    for batch in range(case.batch):
+        for head in range(case.heads):
+            seen[batch, head // groups] |= mask.visible(batch, head, rows).any(dim=0)
+    return seen
+
+
+def replace_tensors(given: Inputs, key: Tensor, value: Tensor, dout: Tensor) -> Inputs:
+    """The same inputs with other keys, values and output gradients."""
+    return replace(given, key=key, value=value, dout=dout)
+
+
+@pytest.mark.check(grid=grids.layouts)
+def test_memory_outside_changes_nothing(subject: Subject) -> None:
+    """NaN around the tensors and between their rows, against zeros there: bitwise the same, and finite."""
+    backward = subject.implementation.supports.backward
+    for case in subject.cases:
+        answers = [subject.attend(case, backward=backward, given=inputs(case, subject.device, outside)) for outside in (0.0, math.nan)]
+        clean, poisoned = answers
+        if clean is None or poisoned is None:
+            continue
+        for name in clean.tensors:
+            subject.expect_equal(clean[name], poisoned[name], case, name, "NaN in memory outside the tensors changed the result")
+
+
+@pytest.mark.check(grid=grids.empty_rows)
+def test_empty_rows(subject: Subject) -> None:
+    """A query that sees no key: output 0, lse -inf, gradient 0; and nothing of it in the gradients of keys and values."""
+    for case in subject.cases:
+        subject.judge(case, _tensors(subject))  # type: ignore[arg-type]
+
+
+@pytest.mark.check(grid=grids.bottom_right_pairs)
+def test_alignments(subject: Subject) -> None:
+    """Bottom-right against top-left: the same where queries == keys, bitwise; elsewhere two answers, each inside its bound."""
+    for case in subject.cases:
+        twin = replace(case, mask="causal")
+        if "top_left" not in subject.implementation.supports.causal:
+            continue
+        first, second = subject.attend(case, backward=False), subject.attend(twin, backward=False)
+        if first is None or second is None:
+            continue
+        if case.queries == case.keys:
+            subject.expect_equal(first["out"], second["out"], case, "out", "with queries == keys the two alignments are one mask, and they differ")
+        else:
+            subject.expect(
+                not torch.equal(first["out"], second["out"]), case, "with queries != keys the two alignments are two masks, and they give one answer"
+            )

@@ -1,0 +1,55 @@
+"""Where exponentials overflow and underflow: finite everywhere, inside the bound everywhere."""
+
+import math
+
+import pytest
+import torch
+
+from reports.record import Curve
+from tests import grids
+from tests.plugin import Recorder
+from tests.subject import BACKWARD, FORWARD, Subject
+
+
+@pytest.mark.check(grid=grids.shifted)
+def test_shifted_scores(subject: Subject) -> None:
+    """Every score moved to a landmark: 11.09, 87 ... 89, 128, -104 ... -87, 65504, 1e4, 2.5e5."""
+    for case in subject.cases:
+        subject.judge(case, FORWARD + BACKWARD if subject.implementation.supports.backward else FORWARD, axes={"score": case.shift})
+
+
+@pytest.mark.check(grid=grids.spiked)
+def test_spiked_scores(subject: Subject) -> None:
+    """One score of each row at a landmark."""
+    for case in subject.cases:
+        subject.judge(case, FORWARD + BACKWARD if subject.implementation.supports.backward else FORWARD, axes={"score": case.magnitude})
+
+
+def naive_softmax(scores: torch.Tensor) -> torch.Tensor:
+    """The softmax of the textbook, whose exponentials are not shifted by the maximum."""
+    exponentials = torch.exp(scores)
+    return exponentials / exponentials.sum(dim=-1, keepdim=True)
+
+
+def test_naive_softmax_overflows_at_88_72(recorder: Recorder) -> None:
+    """The chart of the report: one score s beside a zero. Its weight is 1/(1 + exp(-s)); without the maximum it is NaN above 88.7228."""
+    sweep = [80.0 + step / 8.0 for step in range(81)]
+    scores = torch.tensor([[score, 0.0] for score in sweep], dtype=torch.float32)
+    exact = [1.0 / (1.0 + math.exp(-score)) for score in sweep]
+    for name, softmax in (("naive: exp(s) / sum exp(s)", naive_softmax), ("shifted: exp(s - max) / sum exp(s - max)", lambda x: torch.softmax(x, dim=-1))):
+        weights = softmax(scores)[:, 0].tolist()
+        error = [abs(got - true) if math.isfinite(got) else None for got, true in zip(weights, exact, strict=True)]
+        recorder.add(Curve(run=recorder.run, chart="overflow", series=name, device="cpu", x=sweep, y=error, x_title="score", y_title="error of its weight"))
+    finite = naive_softmax(scores)[:, 0].isfinite().tolist()
+    first = next(score for score, is_finite in zip(sweep, finite, strict=True) if not is_finite)
+    largest_float32 = 128.0 * math.log(2.0)  # 88.7228: exp of more is beyond float32
+    assert first - 1.0 / 8.0 <= largest_float32 < first
+    assert torch.softmax(scores, dim=-1).isfinite().all()
+
+
+def test_the_landmarks_stand_on_both_sides() -> None:
+    """The grids cross each threshold: overflow and underflow of exp in float32, of float16, of exp2."""
+    scores = sorted(case.shift for case in grids.shifted("float32", "cpu"))
+    for threshold in (128.0 * math.log(2.0), 127.0 * math.log(2.0), -126.0 * math.log(2.0), -150.0 * math.log(2.0), math.log(65504.0)):
+        assert any(abs(score - threshold) < 1.0 and score < threshold for score in scores), threshold
+        assert any(abs(score - threshold) < 1.0 and score > threshold for score in scores), threshold
