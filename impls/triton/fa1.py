@@ -41,11 +41,10 @@ from impls.triton.primitives import (
     dot,
     kept,
     load_tile,
-    offsets_of,
     padded_dim,
     rounded,
-    start_of,
     store_tile,
+    tile_at,
     with_strides,
 )
 
@@ -77,12 +76,6 @@ def tiles(dtype: torch.dtype, dim: int, resident: int) -> Tiles:
 
 
 @device_function
-def tile_at(tensor, strides, batch, head, row, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr):
-    """Pointers [LENGTH, PADDED_DIM] to the rows of one head from `row` on."""
-    return start_of(tensor, strides, batch, head, row) + offsets_of(strides, LENGTH, PADDED_DIM, WIDE)
-
-
-@device_function
 def seen_pairs(rows, columns, queries, keys, offset, CAUSAL: tl.constexpr):
     """[rows, columns]: whether the query sees the key. False past either tail."""
     seen = (rows < queries)[:, None] & (columns < keys)[None, :]
@@ -104,7 +97,7 @@ def forward_kernel(
     heads, groups, queries, keys, offset,
     sign, exponent_scale,
     seed: tl.uint64, last_dropped: tl.uint32, keep_scale,  # dropout: the seed, the largest word that drops a weight, 1 / (1 - p)
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 1 for one batch and query head."""
@@ -120,8 +113,8 @@ def forward_kernel(
         seen_keys = tl.minimum(keys, queries + offset)
     for first_key in range(0, seen_keys, KEY_TILE):
         columns = first_key + tl.arange(0, KEY_TILE)
-        k_tile = tile_at(key, key_strides, batch, head // groups, first_key, KEY_TILE, PADDED_DIM, WIDE)
-        v_tile = tile_at(value, value_strides, batch, head // groups, first_key, KEY_TILE, PADDED_DIM, WIDE)
+        k_tile = tile_at(key, key_strides, batch, head // groups, first_key, KEY_TILE, PADDED_DIM, WIDE, UNIT)
+        v_tile = tile_at(value, value_strides, batch, head // groups, first_key, KEY_TILE, PADDED_DIM, WIDE, UNIT)
         k = load_tile(k_tile, first_key, keys, DIM, KEY_TILE, PADDED_DIM, True)  # [keys, dim]
         v = load_tile(v_tile, first_key, keys, DIM, KEY_TILE, PADDED_DIM, True)
 
@@ -130,7 +123,7 @@ def forward_kernel(
             first_seeing = tl.maximum(first_key - offset, 0) // QUERY_TILE * QUERY_TILE
         for first_query in range(first_seeing, queries, QUERY_TILE):
             rows = first_query + tl.arange(0, QUERY_TILE)
-            q_tile = tile_at(query, query_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE)
+            q_tile = tile_at(query, query_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE, UNIT)
             q = load_tile(q_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)  # [queries, dim]
             old_max = tl.load(row_max + rows, mask=rows < queries, other=-INFINITY)  # [queries]
             old_sum = tl.load(row_sum + rows, mask=rows < queries, other=0.0)
@@ -151,7 +144,7 @@ def forward_kernel(
             tile_rescale = tl.exp2((tile_max - finite(new_max)) * exponent_scale)
             new_sum = old_share + tile_sum * tile_rescale
             divisor = tl.where(new_sum > 0.0, new_sum, 1.0)  # a row that has seen no key stays 0
-            out_tile = tile_at(out, (0, 0, DIM, 1), 0, 0, first_query, QUERY_TILE, PADDED_DIM, False)
+            out_tile = tile_at(out, (0, 0, DIM, 1), 0, 0, first_query, QUERY_TILE, PADDED_DIM, False, 1)
             old_out = load_tile(out_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)
             new_out = old_out * tl.div_rn(old_share, divisor)[:, None] + tile_out * tl.div_rn(tile_rescale * keep_scale, divisor)[:, None]
 
@@ -171,7 +164,7 @@ def backward_kernel(
     kv_heads, groups, queries, keys, offset,
     scale, sign, exponent_scale,
     seed: tl.uint64, last_dropped: tl.uint32, keep_scale,  # dropout: the seed, the largest word that drops a weight, 1 / (1 - p)
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 4 for one batch and key head."""
@@ -182,8 +175,8 @@ def backward_kernel(
 
     for first_key in range(0, keys, KEY_TILE):
         columns = first_key + tl.arange(0, KEY_TILE)
-        k_tile = tile_at(key, key_strides, batch, kv_head, first_key, KEY_TILE, PADDED_DIM, WIDE)
-        v_tile = tile_at(value, value_strides, batch, kv_head, first_key, KEY_TILE, PADDED_DIM, WIDE)
+        k_tile = tile_at(key, key_strides, batch, kv_head, first_key, KEY_TILE, PADDED_DIM, WIDE, UNIT)
+        v_tile = tile_at(value, value_strides, batch, kv_head, first_key, KEY_TILE, PADDED_DIM, WIDE, UNIT)
         k = load_tile(k_tile, first_key, keys, DIM, KEY_TILE, PADDED_DIM, True)  # [keys, dim]
         v = load_tile(v_tile, first_key, keys, DIM, KEY_TILE, PADDED_DIM, True)
         dk = tl.zeros([KEY_TILE, PADDED_DIM], tl.float32)
@@ -197,9 +190,9 @@ def backward_kernel(
             first_row = (program.to(tl.int64) * groups + member) * queries
             for first_query in range(first_seeing, queries, QUERY_TILE):
                 rows = first_query + tl.arange(0, QUERY_TILE)
-                q_tile = tile_at(query, query_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE)
-                do_tile = tile_at(dout, dout_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE)
-                o_tile = tile_at(out + first_row * DIM, (0, 0, DIM, 1), 0, 0, first_query, QUERY_TILE, PADDED_DIM, False)
+                q_tile = tile_at(query, query_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE, UNIT)
+                do_tile = tile_at(dout, dout_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE, UNIT)
+                o_tile = tile_at(out + first_row * DIM, (0, 0, DIM, 1), 0, 0, first_query, QUERY_TILE, PADDED_DIM, False, 1)
                 q = load_tile(q_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)  # [queries, dim]
                 do = load_tile(do_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)
                 o = load_tile(o_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)
@@ -223,13 +216,13 @@ def backward_kernel(
                 ds = rounded(tl.where(seen, p * (dp - delta[:, None]), 0.0), q.dtype)  # 0 also where a masked value made dp infinite
                 dk = dot(tl.trans(ds), q, dk)
 
-                dq_tile = tile_at(dquery + first_row * DIM, (0, 0, DIM, 1), 0, 0, first_query, QUERY_TILE, PADDED_DIM, False)
+                dq_tile = tile_at(dquery + first_row * DIM, (0, 0, DIM, 1), 0, 0, first_query, QUERY_TILE, PADDED_DIM, False, 1)
                 dq = load_tile(dq_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True) + scale * dot(ds, k)  # [queries, dim]
                 tl.debug_barrier()  # every thread has read before any writes
                 store_tile(dq_tile, dq, first_query, queries, DIM, QUERY_TILE, PADDED_DIM)
 
-        dk_tile = tile_at(dkey, (0, 0, DIM, 1), 0, 0, first_key, KEY_TILE, PADDED_DIM, False)
-        dv_tile = tile_at(dvalue, (0, 0, DIM, 1), 0, 0, first_key, KEY_TILE, PADDED_DIM, False)
+        dk_tile = tile_at(dkey, (0, 0, DIM, 1), 0, 0, first_key, KEY_TILE, PADDED_DIM, False, 1)
+        dv_tile = tile_at(dvalue, (0, 0, DIM, 1), 0, 0, first_key, KEY_TILE, PADDED_DIM, False, 1)
         store_tile(dk_tile, scale * dk, first_key, keys, DIM, KEY_TILE, PADDED_DIM)
         store_tile(dv_tile, keep_scale * dv, first_key, keys, DIM, KEY_TILE, PADDED_DIM)
         tl.debug_barrier()  # the next key tile reads the dQ that other threads of this program wrote

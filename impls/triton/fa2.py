@@ -1,15 +1,15 @@
 """FlashAttention-2 in Triton (Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", ICLR 2024; Algorithms 1 and 2).
 
 What changed against FlashAttention-1: the loops are exchanged. One program owns a tile of queries and runs over the keys, so the output, the running maximum m
-and the running sum l stay on chip; the output is divided by l once, at the end, and written once. Query tiles run in parallel. Of the statistics only their
-union L = m + log l, the LSE, is stored. The backward has no atomics, so it is deterministic: one kernel owns a tile of keys and sums dK and dV over the queries, another
-owns a tile of queries and sums dQ over the keys; both recompute the weights P = exp(S - L), and read delta = rowsum(dO o O) from a small kernel of its own.
+and the running sum l stay on chip; the output is divided by l once, at the end, and written once. Query tiles run in parallel. Of the statistics only
+L = m + log l, the LSE, is stored. The backward has no atomics, so it is deterministic: one kernel owns a tile of keys and sums dK and dV over the queries,
+another owns a tile of queries and sums dQ over the keys; both recompute the weights P = exp(S - L), and read delta = rowsum(dO o O) from a third, small one.
 
-Whole tiles that the causal mask hides are never visited. The rest come in two kinds: tiles that every query sees whole, in a loop without masks, and the few that the
-diagonal or the tensor's end cuts.
+Whole tiles that the causal mask hides are never visited. The rest come in two kinds: those that every query sees whole, in a loop without masks, and the few
+that the diagonal or the tensor's end cuts.
 
-Arithmetic. A weight is 2^((s - m) c) with s = q k, m the largest s, and c = |scale| log2 e: subtract, then multiply. Equal scores give a weight of exactly 1 however large they are;
-with 2^(s c - m c), which a compiler may fuse into an fma, they leave a residue of half an ulp of m c. In the backward S - L is one explicit fma, rounded once, with no product of L.
+Arithmetic. A weight is 2^((s - m) c) with s = q k, m the largest s, and c = |scale| log2 e: subtract, then multiply. Equal scores then weigh exactly 1 however
+large they are; 2^(s c - m c), which a compiler may fuse into an fma, leaves a residue of half an ulp of m c. In the backward S - L is one explicit fma.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -33,13 +33,13 @@ from impls.triton.primitives import (
     Scale,
     device_function,
     dot,
+    head_of,
     kept,
     load_tile,
-    offsets_of,
     padded_dim,
     rounded,
-    start_of,
     store_tile,
+    tile_at,
     times_sign,
     with_strides,
 )
@@ -66,16 +66,23 @@ class Tiles:
     dquery: Tile
 
 
-def tiles(dtype: torch.dtype, dim: int) -> Tiles:
-    """The tiles for a dtype and head dim; nothing else decides them, so a slice of a batch is computed as in the batch.
+# On a GPU, by the bits of the dtype and the largest head dim: no register spilled up to dim 128 on sm_80, sm_90 and sm_100, shared memory within the
+# 163 KB of sm_80. float32 products run on the plain units, whose operands pass through registers.
+TILES = {
+    (16, 64): Tiles(forward=Tile(128, 64, 4, 3), dkey_dvalue=Tile(64, 128, 8, 2), dquery=Tile(128, 64, 8, 2)),
+    (16, 128): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(64, 64, 8, 2), dquery=Tile(128, 32, 8, 2)),
+    (16, 256): Tiles(forward=Tile(64, 32, 4, 2), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(64, 32, 8, 2)),
+    (32, 64): Tiles(forward=Tile(64, 32, 8, 2), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(64, 32, 8, 2)),
+    (32, 128): Tiles(forward=Tile(32, 32, 8, 1), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(32, 16, 8, 2)),
+    (32, 256): Tiles(forward=Tile(16, 16, 8, 1), dkey_dvalue=Tile(16, 16, 8, 1), dquery=Tile(16, 16, 8, 1)),
+}
+# Interpreted, a step takes as long whatever its size, so one large tile serves all. Its sides differ, so that the diagonal cuts it in more ways than one.
+INTERPRETED_TILES = Tiles(forward=Tile(128, 64, 4, 1), dkey_dvalue=Tile(64, 128, 4, 1), dquery=Tile(128, 64, 4, 1))
 
-    On a GPU they are the largest that leave registers unspilled. Interpreted, a step costs the same whatever its size, so there one large tile serves all; its
-    two sides differ, so that the diagonal meets tiles at every angle.
-    """
-    if INTERPRETED.value:
-        tile = Tile(queries=128, keys=64, num_warps=4, num_stages=1)
-        return Tiles(tile, Tile(queries=64, keys=128, num_warps=4, num_stages=1), tile)
-    return Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2))
+
+def tiles(dtype: torch.dtype, dim: int, interpreted: bool = INTERPRETED.value) -> Tiles:
+    """The tiles for a dtype and head dim. Nothing else decides them, so a slice of a batch is computed as it is in the batch."""
+    return INTERPRETED_TILES if interpreted else TILES[8 * dtype.itemsize, max(64, padded_dim(dim))]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------- forward
@@ -84,15 +91,13 @@ def tiles(dtype: torch.dtype, dim: int) -> Tiles:
 @device_function
 def attend(
     accumulator, maximum, total,  # [QUERIES, PADDED_DIM], [QUERIES], [QUERIES]: the output so far, undivided; the largest score; the sum of weights
-    q, query_at, key, value, key_strides, value_strides,
+    q, query_at, key, key_tile, key_row, value, value_tile, value_row,
     first, last, keys, offset, exponent_scale, seed, last_dropped, batch, head,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Takes the keys from `first` to `last` into the running output, maximum and sum. MASKED: some of them may be hidden, or lie past the end."""
-    key_tile = offsets_of(key_strides, KEYS, PADDED_DIM)
-    value_tile = offsets_of(value_strides, KEYS, PADDED_DIM)
     for first_key in tl.range(first, last, KEYS):
-        k = load_tile(key + tl.cast(first_key, tl.int64) * key_strides[2] + key_tile, first_key, keys, DIM, KEYS, PADDED_DIM, MASKED)
+        k = load_tile(key + first_key * key_row + key_tile, first_key, keys, DIM, KEYS, PADDED_DIM, MASKED)
         scores = dot(q, tl.trans(k))  # [QUERIES, KEYS]
         if MASKED:
             key_at = first_key + tl.arange(0, KEYS)
@@ -101,11 +106,8 @@ def attend(
                 visible = visible & (key_at[None, :] <= query_at[:, None] + offset)
             scores = tl.where(visible, scores, -INFINITY)
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        if MASKED:
-            # A row that has seen no key yet: -inf stays its maximum, but is not subtracted from -inf.
-            subtracted = tl.where(new_maximum == -INFINITY, 0.0, new_maximum)
-        else:
-            subtracted = new_maximum
+        # A row that has seen no key yet: -inf stays its maximum, but is not subtracted from -inf.
+        subtracted = tl.where(new_maximum == -INFINITY, 0.0, new_maximum) if MASKED else new_maximum
         weights = tl.exp2((scores - subtracted[:, None]) * exponent_scale)
         rescale = tl.exp2((maximum - subtracted) * exponent_scale)
         maximum = new_maximum
@@ -113,7 +115,7 @@ def attend(
         if DROPOUT:
             key_at = first_key + tl.arange(0, KEYS)
             weights = tl.where(kept(seed, last_dropped, batch, head, query_at[:, None], key_at[None, :]), weights, 0.0)
-        v = load_tile(value + tl.cast(first_key, tl.int64) * value_strides[2] + value_tile, first_key, keys, DIM, KEYS, PADDED_DIM, MASKED)
+        v = load_tile(value + first_key * value_row + value_tile, first_key, keys, DIM, KEYS, PADDED_DIM, MASKED)
         accumulator = dot(rounded(weights, v.dtype), v, accumulator * rescale[:, None])
     return accumulator, maximum, total
 
@@ -126,7 +128,7 @@ def forward_kernel(
     magnitude, exponent_scale,  # |scale|, |scale| log2 e
     seed: tl.uint64, last_dropped: tl.uint32, kept_scale,  # dropout: the seed, the largest word that drops a weight, 1 / (1 - p)
     SIGN: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
-    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """One tile of QUERIES queries of one head: its output and LSE."""
     tiles = (queries + QUERIES - 1) // QUERIES
@@ -136,10 +138,10 @@ def forward_kernel(
     batch = program // tiles // heads
     query_at = first_query + tl.arange(0, QUERIES)
 
-    query = start_of(query, query_strides, batch, head, first_query)
-    key = start_of(key, key_strides, batch, head // groups, 0)
-    value = start_of(value, value_strides, batch, head // groups, 0)
-    q = load_tile(query + offsets_of(query_strides, QUERIES, PADDED_DIM), first_query, queries, DIM, QUERIES, PADDED_DIM, True)
+    query = tile_at(query, query_strides, batch, head, first_query, QUERIES, PADDED_DIM, WIDE, UNIT)
+    key, key_tile, key_row = head_of(key, key_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
+    value, value_tile, value_row = head_of(value, value_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
+    q = load_tile(query, first_query, queries, DIM, QUERIES, PADDED_DIM, True)
     q = times_sign(q, SIGN)  # [QUERIES, PADDED_DIM]
 
     # Whole tiles of keys that every query here sees, then the keys that any of them sees.
@@ -154,11 +156,13 @@ def forward_kernel(
     total = tl.full([QUERIES], 0.0, tl.float32)
     accumulator = tl.full([QUERIES, PADDED_DIM], 0.0, tl.float32)
     accumulator, maximum, total = attend(
-        accumulator, maximum, total, q, query_at, key, value, key_strides, value_strides, 0, full, keys, offset, exponent_scale, seed, last_dropped, batch, head,
+        accumulator, maximum, total, q, query_at, key, key_tile, key_row, value, value_tile, value_row,
+        0, full, keys, offset, exponent_scale, seed, last_dropped, batch, head,
         False, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
     )  # fmt: skip
     accumulator, maximum, total = attend(
-        accumulator, maximum, total, q, query_at, key, value, key_strides, value_strides, full, end, keys, offset, exponent_scale, seed, last_dropped, batch, head,
+        accumulator, maximum, total, q, query_at, key, key_tile, key_row, value, value_tile, value_row,
+        full, end, keys, offset, exponent_scale, seed, last_dropped, batch, head,
         True, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
     )  # fmt: skip
 
@@ -166,7 +170,7 @@ def forward_kernel(
     lse += (batch.to(tl.int64) * heads + head) * queries
     tl.store(lse + query_at, tl.fma(maximum, magnitude, tl.log(total)), mask=query_at < queries)
     divisor = tl.where(total == 0.0, 1.0, total)
-    out = start_of(out, out_strides, batch, head, first_query) + offsets_of(out_strides, QUERIES, PADDED_DIM)
+    out = tile_at(out, out_strides, batch, head, first_query, QUERIES, PADDED_DIM, WIDE, UNIT)
     store_tile(out, tl.div_rn(accumulator, divisor[:, None]) * kept_scale, first_query, queries, DIM, QUERIES, PADDED_DIM)
 
 
@@ -178,7 +182,7 @@ def delta_kernel(
     out, dout, delta,
     out_strides, dout_strides,
     heads, queries,
-    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, QUERIES: tl.constexpr,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO o O) for QUERIES queries of one head, in float32. dO has strides of its own."""
     tiles = (queries + QUERIES - 1) // QUERIES
@@ -187,8 +191,8 @@ def delta_kernel(
     head = program // tiles % heads
     batch = program // tiles // heads
     query_at = first_query + tl.arange(0, QUERIES)
-    out = start_of(out, out_strides, batch, head, first_query) + offsets_of(out_strides, QUERIES, PADDED_DIM)
-    dout = start_of(dout, dout_strides, batch, head, first_query) + offsets_of(dout_strides, QUERIES, PADDED_DIM)
+    out = tile_at(out, out_strides, batch, head, first_query, QUERIES, PADDED_DIM, WIDE, UNIT)
+    dout = tile_at(dout, dout_strides, batch, head, first_query, QUERIES, PADDED_DIM, WIDE, UNIT)
     o = load_tile(out, first_query, queries, DIM, QUERIES, PADDED_DIM, True).to(tl.float32)
     do = load_tile(dout, first_query, queries, DIM, QUERIES, PADDED_DIM, True).to(tl.float32)
     delta += (batch.to(tl.int64) * heads + head) * queries
@@ -207,19 +211,18 @@ def exponential(scores, lse, magnitude):
 
 @device_function
 def gradients_of_keys(
-    dk, dv, k, v, key_at, query, dout, lse, delta, query_strides, dout_strides,
+    dk, dv, k, v, key_at, query, query_tile, query_row, dout, dout_tile, dout_row, lse, delta,
     first_query, queries, offset, magnitude, seed, last_dropped, kept_scale, batch, head,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Adds what one tile of queries gives to dK / scale and to dV / kept_scale. Scores stand transposed here, [KEYS, QUERIES]: P^T and dS^T are left operands.
 
-    MASKED: some queries may lie before the diagonal, or past the end, where lse = inf makes P zero. Keys past the end need no mask: they have rows of their own,
-    finite and never stored.
+    MASKED: some queries may lie before the diagonal, or past the end, where lse = inf makes P zero. Keys past the end need no mask: they have rows of
+    their own, finite and never stored.
     """
     query_at = first_query + tl.arange(0, QUERIES)
-    row = tl.cast(first_query, tl.int64)
-    q = load_tile(query + row * query_strides[2] + offsets_of(query_strides, QUERIES, PADDED_DIM), first_query, queries, DIM, QUERIES, PADDED_DIM, MASKED)
-    do = load_tile(dout + row * dout_strides[2] + offsets_of(dout_strides, QUERIES, PADDED_DIM), first_query, queries, DIM, QUERIES, PADDED_DIM, MASKED)
+    q = load_tile(query + first_query * query_row + query_tile, first_query, queries, DIM, QUERIES, PADDED_DIM, MASKED)
+    do = load_tile(dout + first_query * dout_row + dout_tile, first_query, queries, DIM, QUERIES, PADDED_DIM, MASKED)
     if MASKED:
         row_lse = tl.load(lse + query_at, mask=query_at < queries, other=INFINITY)
         row_delta = tl.load(delta + query_at, mask=query_at < queries, other=0.0)
@@ -253,7 +256,7 @@ def dkey_dvalue_kernel(
     kv_heads, groups, queries, keys, offset,
     scale, magnitude, seed: tl.uint64, last_dropped: tl.uint32, kept_scale,
     SIGN: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
-    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of KEYS keys of one key head, summed over the queries of all query heads that share it."""
     tiles = (keys + KEYS - 1) // KEYS
@@ -263,8 +266,8 @@ def dkey_dvalue_kernel(
     batch = program // tiles // kv_heads
     key_at = first_key + tl.arange(0, KEYS)
 
-    key = start_of(key, key_strides, batch, kv_head, first_key) + offsets_of(key_strides, KEYS, PADDED_DIM)
-    value = start_of(value, value_strides, batch, kv_head, first_key) + offsets_of(value_strides, KEYS, PADDED_DIM)
+    key = tile_at(key, key_strides, batch, kv_head, first_key, KEYS, PADDED_DIM, WIDE, UNIT)
+    value = tile_at(value, value_strides, batch, kv_head, first_key, KEYS, PADDED_DIM, WIDE, UNIT)
     k = times_sign(load_tile(key, first_key, keys, DIM, KEYS, PADDED_DIM, True), SIGN)  # [KEYS, PADDED_DIM]
     v = load_tile(value, first_key, keys, DIM, KEYS, PADDED_DIM, True)
 
@@ -282,33 +285,33 @@ def dkey_dvalue_kernel(
 
     dk = tl.full([KEYS, PADDED_DIM], 0.0, tl.float32)
     dv = tl.full([KEYS, PADDED_DIM], 0.0, tl.float32)
-    for member in range(0, groups):
+    for member in tl.range(groups):
         head = kv_head * groups + member
-        query_head = start_of(query, query_strides, batch, head, 0)
-        dout_head = start_of(dout, dout_strides, batch, head, 0)
+        q_head, q_tile, q_row = head_of(query, query_strides, batch, head, QUERIES, PADDED_DIM, WIDE, UNIT)
+        do_head, do_tile, do_row = head_of(dout, dout_strides, batch, head, QUERIES, PADDED_DIM, WIDE, UNIT)
         first_row = (batch.to(tl.int64) * (kv_heads * groups) + head) * queries
         for first_query in tl.range(full, full_end, QUERIES):
             dk, dv = gradients_of_keys(
-                dk, dv, k, v, key_at, query_head, dout_head, lse + first_row, delta + first_row, query_strides, dout_strides,
+                dk, dv, k, v, key_at, q_head, q_tile, q_row, do_head, do_tile, do_row, lse + first_row, delta + first_row,
                 first_query, queries, offset, magnitude, seed, last_dropped, kept_scale, batch, head,
                 False, CAUSAL, DROPOUT, DIM, PADDED_DIM, QUERIES,
             )  # fmt: skip
         for step in tl.range(0, diagonal_tiles + ragged_tiles):
             first_query = tl.where(step < diagonal_tiles, start + step * QUERIES, full_end)
             dk, dv = gradients_of_keys(
-                dk, dv, k, v, key_at, query_head, dout_head, lse + first_row, delta + first_row, query_strides, dout_strides,
+                dk, dv, k, v, key_at, q_head, q_tile, q_row, do_head, do_tile, do_row, lse + first_row, delta + first_row,
                 first_query, queries, offset, magnitude, seed, last_dropped, kept_scale, batch, head,
                 True, CAUSAL, DROPOUT, DIM, PADDED_DIM, QUERIES,
             )  # fmt: skip
-    dkey = start_of(dkey, dkey_strides, batch, kv_head, first_key) + offsets_of(dkey_strides, KEYS, PADDED_DIM)
-    dvalue = start_of(dvalue, dvalue_strides, batch, kv_head, first_key) + offsets_of(dvalue_strides, KEYS, PADDED_DIM)
+    dkey = tile_at(dkey, dkey_strides, batch, kv_head, first_key, KEYS, PADDED_DIM, WIDE, UNIT)
+    dvalue = tile_at(dvalue, dvalue_strides, batch, kv_head, first_key, KEYS, PADDED_DIM, WIDE, UNIT)
     store_tile(dkey, dk * scale, first_key, keys, DIM, KEYS, PADDED_DIM)
     store_tile(dvalue, dv * kept_scale, first_key, keys, DIM, KEYS, PADDED_DIM)
 
 
 @device_function
 def gradients_of_queries(
-    dq, q, do, row_lse, row_delta, query_at, key, value, key_strides, value_strides,
+    dq, q, do, row_lse, row_delta, query_at, key, key_tile, key_row, value, value_tile, value_row,
     first, last, keys, offset, magnitude, seed, last_dropped, kept_scale, batch, head,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -316,12 +319,9 @@ def gradients_of_queries(
 
     A key past the end is loaded as 0 and would score 0, which is far above an LSE of -100: its weight has to be masked, not only its key.
     """
-    key_tile = offsets_of(key_strides, KEYS, PADDED_DIM)
-    value_tile = offsets_of(value_strides, KEYS, PADDED_DIM)
     for first_key in tl.range(first, last, KEYS):
-        row = tl.cast(first_key, tl.int64)
-        k = load_tile(key + row * key_strides[2] + key_tile, first_key, keys, DIM, KEYS, PADDED_DIM, MASKED)
-        v = load_tile(value + row * value_strides[2] + value_tile, first_key, keys, DIM, KEYS, PADDED_DIM, MASKED)
+        k = load_tile(key + first_key * key_row + key_tile, first_key, keys, DIM, KEYS, PADDED_DIM, MASKED)
+        v = load_tile(value + first_key * value_row + value_tile, first_key, keys, DIM, KEYS, PADDED_DIM, MASKED)
         key_at = first_key + tl.arange(0, KEYS)
         scores = dot(q, tl.trans(k))  # [QUERIES, KEYS]
         if MASKED:
@@ -347,7 +347,7 @@ def dquery_kernel(
     heads, groups, queries, keys, offset,
     scale, magnitude, seed: tl.uint64, last_dropped: tl.uint32, kept_scale,
     SIGN: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
-    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of QUERIES queries of one head; the loops are the forward's."""
     tiles = (queries + QUERIES - 1) // QUERIES
@@ -357,10 +357,10 @@ def dquery_kernel(
     batch = program // tiles // heads
     query_at = first_query + tl.arange(0, QUERIES)
 
-    query = start_of(query, query_strides, batch, head, first_query) + offsets_of(query_strides, QUERIES, PADDED_DIM)
-    dout = start_of(dout, dout_strides, batch, head, first_query) + offsets_of(dout_strides, QUERIES, PADDED_DIM)
-    key = start_of(key, key_strides, batch, head // groups, 0)
-    value = start_of(value, value_strides, batch, head // groups, 0)
+    query = tile_at(query, query_strides, batch, head, first_query, QUERIES, PADDED_DIM, WIDE, UNIT)
+    dout = tile_at(dout, dout_strides, batch, head, first_query, QUERIES, PADDED_DIM, WIDE, UNIT)
+    key, key_tile, key_row = head_of(key, key_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
+    value, value_tile, value_row = head_of(value, value_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
     q = times_sign(load_tile(query, first_query, queries, DIM, QUERIES, PADDED_DIM, True), SIGN)  # [QUERIES, PADDED_DIM]
     do = load_tile(dout, first_query, queries, DIM, QUERIES, PADDED_DIM, True)
     first_row = (batch.to(tl.int64) * heads + head) * queries
@@ -376,16 +376,16 @@ def dquery_kernel(
 
     dq = tl.full([QUERIES, PADDED_DIM], 0.0, tl.float32)
     dq = gradients_of_queries(
-        dq, q, do, row_lse, row_delta, query_at, key, value, key_strides, value_strides,
+        dq, q, do, row_lse, row_delta, query_at, key, key_tile, key_row, value, value_tile, value_row,
         0, full, keys, offset, magnitude, seed, last_dropped, kept_scale, batch, head,
         False, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
     )  # fmt: skip
     dq = gradients_of_queries(
-        dq, q, do, row_lse, row_delta, query_at, key, value, key_strides, value_strides,
+        dq, q, do, row_lse, row_delta, query_at, key, key_tile, key_row, value, value_tile, value_row,
         full, end, keys, offset, magnitude, seed, last_dropped, kept_scale, batch, head,
         True, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
     )  # fmt: skip
-    dquery = start_of(dquery, dquery_strides, batch, head, first_query) + offsets_of(dquery_strides, QUERIES, PADDED_DIM)
+    dquery = tile_at(dquery, dquery_strides, batch, head, first_query, QUERIES, PADDED_DIM, WIDE, UNIT)
     store_tile(dquery, dq * scale, first_query, queries, DIM, QUERIES, PADDED_DIM)
 
 
@@ -445,19 +445,6 @@ def _launch(kernel: Any, call: Call, tile: Tile, programs: int, arguments: dict[
     return Launch(kernel, (programs,), arguments | shared, tile.num_warps, tile.num_stages)
 
 
-def launches(dtype: torch.dtype, dim: int, *, is_causal: bool = False, dropout_p: float = 0.0, length: int = 1024) -> list[Launch]:
-    """Every launch of a forward and a backward, on tensors without memory: what a GPU would be given, to be compiled where there is none."""
-    q, k, v, out, dout, dq, dk, dv = (torch.empty((2, 4, length, dim), dtype=dtype, device="meta") for _ in range(8))
-    lse, delta = (torch.empty((2, 4, length), dtype=torch.float32, device="meta") for _ in range(2))
-    call = check_call(q, k, v, is_causal=is_causal, dropout_p=dropout_p)
-    return [
-        forward_launch(call, q, k, v, out, lse),
-        delta_launch(call, out, dout, delta),
-        dkey_dvalue_launch(call, q, k, v, dout, lse, delta, dk, dv),
-        dquery_launch(call, q, k, v, dout, lse, delta, dq),
-    ]
-
-
 # --------------------------------------------------------------------------------------------------------------------------- the call
 
 
@@ -503,9 +490,10 @@ def attention(
 ) -> Float[Tensor, "batch heads queries dim"] | tuple[Float[Tensor, "batch heads queries dim"], Float[Tensor, "batch heads queries"]]:
     """softmax(scale query key^T) value, with gradients for query, key and value.
 
-    With return_lse also the natural log of the sum of the exponentials of each query's scaled scores, float32, which carries no gradient. A query that sees no key
-    has output 0, LSE -inf and zero gradients. With is_causal, query i sees key j when j <= i ("top_left") or j <= i + keys - queries ("bottom_right"). dropout_p of the
-    normalised weights are zeroed and the others divided by 1 - dropout_p, as drawn from dropout_seed. scale is 1/sqrt(dim) unless given.
+    scale is 1/sqrt(dim) unless given. With is_causal, query i sees key j when j <= i ("top_left") or j <= i + keys - queries ("bottom_right"). With enable_gqa,
+    heads is a multiple of kv_heads. dropout_p of the normalised weights are zeroed and the others divided by 1 - dropout_p, as drawn from dropout_seed. With
+    return_lse also the natural log of the sum of the exponentials of each query's scores, float32, which carries no gradient. A query that sees no key has
+    output 0, LSE -inf and zero gradients.
 
     Raises TypeError or ValueError naming the argument that is wrong.
     """
@@ -526,7 +514,7 @@ def attention(
 
 def _arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
     """Tiles differ between head dims; the smallest make the most steps, so they are the ones claimed."""
-    chosen = [tiles(getattr(torch, dtype), dim) for dim in (16, 32, 64, 128, 256)]
+    chosen = [tiles(getattr(torch, dtype), dim, interpreted=device == "cpu") for dim in (64, 128, 256)]
     return Arithmetic(
         accumulate="tensor_core" if device == "cuda" and dtype != "float32" else "fma",
         key_tile=min(tile.keys for each in chosen for tile in (each.forward, each.dquery)),

@@ -36,38 +36,42 @@ def dot(a, b, accumulator=None):
 
 
 @device_function
-def rounded(x, DTYPE: tl.constexpr):
-    """float32 to `DTYPE`, to the nearest and ties to even. Interpreted, Triton's own cast to bfloat16 truncates."""
-    if INTERPRETED and DTYPE == tl.bfloat16:
+def rounded(x, dtype: tl.constexpr):
+    """float32 to `dtype`, to the nearest and ties to even. Interpreted, Triton's own cast to bfloat16 truncates."""
+    if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         result = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
-        result = x.to(DTYPE)
+        result = x.to(dtype)
     return result
 
 
 @device_function
 def times_sign(x, SIGN: tl.constexpr):
     """SIGN x, exactly; SIGN is 1, -1 or 0."""
-    if SIGN == 1:
-        result = x
-    else:
-        result = rounded(x.to(tl.float32) * SIGN, x.dtype)
-    return result
+    return x if SIGN == 1 else rounded(x.to(tl.float32) * SIGN, x.dtype)
 
 
 @device_function
-def start_of(pointer, strides, batch, head, row):
-    """Row `row` of one head of a [batch, heads, length, dim] tensor, by 64-bit offsets."""
-    return pointer + tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1] + tl.cast(row, tl.int64) * strides[2]
+def head_of(pointer, strides, batch, head, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr):
+    """Where one head of a [batch, heads, length, dim] tensor lies: its start, the offsets of a tile [LENGTH, PADDED_DIM], the stride from row to row.
+
+    The tile that starts at row r is at start + r stride + offsets. The first two terms have 64 bits, the offsets 32 unless WIDE: they cost registers.
+    """
+    start = pointer + tl.cast(batch, tl.int64) * (strides[0] * UNIT) + tl.cast(head, tl.int64) * (strides[1] * UNIT)
+    row = tl.arange(0, LENGTH)[:, None]
+    column = tl.arange(0, PADDED_DIM)[None, :]
+    if WIDE:
+        row = row.to(tl.int64)
+        column = column.to(tl.int64)
+    return start, row * (strides[2] * UNIT) + column * strides[3], tl.cast(strides[2] * UNIT, tl.int64)
 
 
 @device_function
-def offsets_of(strides, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr):
-    """Offsets of a tile [LENGTH, PADDED_DIM] from its first element, in 64 bits: one row may be 2^31 elements from the next."""
-    row = tl.arange(0, LENGTH).to(tl.int64)[:, None] * strides[2]
-    column = tl.arange(0, PADDED_DIM).to(tl.int64)[None, :] * strides[3]
-    return row + column
+def tile_at(pointer, strides, batch, head, row, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr):
+    """Pointers to the tile [LENGTH, PADDED_DIM] that starts at one row of one head."""
+    start, offsets, stride = head_of(pointer, strides, batch, head, LENGTH, PADDED_DIM, WIDE, UNIT)
+    return start + row * stride + offsets
 
 
 @device_function
@@ -138,8 +142,16 @@ class Scale:
 
 
 def with_strides(**tensors: Tensor) -> dict[str, Any]:
-    """A kernel's arguments for tensors that may lie anyhow: each by its name, and its strides as `<name>_strides`."""
-    return tensors | {f"{name}_strides": tensor.stride() for name, tensor in tensors.items()}
+    """A kernel's arguments for tensors that may lie anyhow: each by its name, and its strides as `<name>_strides`.
+
+    UNIT is what the strides but the last are counted in: 8 elements if that divides them all, so that a GPU loads 16 bytes at a time. WIDE says that an offset
+    inside a tile, of at most 256 rows and columns, may need more than 32 bits.
+    """
+    strides = {name: tensor.stride() for name, tensor in tensors.items()}
+    unit = 8 if all(stride % 8 == 0 for each in strides.values() for stride in each[:3]) else 1
+    wide = any(256 * (row + column) >= 2**31 for _, _, row, column in strides.values())
+    counted = {f"{name}_strides": (batch // unit, head // unit, row // unit, column) for name, (batch, head, row, column) in strides.items()}
+    return tensors | counted | {"WIDE": wide, "UNIT": unit}
 
 
 @dataclass(frozen=True)
