@@ -40,11 +40,11 @@ def missing() -> str | None:
     return None
 
 
-def sweep_chart(sweep: Sweep, machine: Callable[[Machine], str], title: str, identity: str) -> Markup:
+def sweep_chart(sweep: Sweep, machine: Callable[[Machine], str], title: str, label: str, identity: str) -> Markup:
     """Rho along an axis, one panel for each dtype and machine, with the line rho = 1. What is below FOOT is drawn at the foot, what is not finite as a cross at
     the top.
 
-    machine: how a machine is called, empty where there is only one.
+    machine: how a machine is called, empty where there is only one. label: what the chart is called by those who hear it. identity: unique on the page.
     """
     import altair as alt
 
@@ -81,10 +81,10 @@ def sweep_chart(sweep: Sweep, machine: Callable[[Machine], str], title: str, ide
     points = base.transform_filter("datum.finite").mark_point(filled=True, size=42, opacity=1).encode(x=x, y=y, color=colour, shape=shape)
     broken = base.transform_filter("!datum.finite").mark_point(shape="cross", size=90, color=BAD, filled=True, angle=45, opacity=1).encode(x=x, y=y)
     chart = alt.layer(bound, line, points, broken, data=alt.InlineData(values=rows)).facet(row=_panels(rows), title=_title(title), spacing=14)
-    return _svg(chart, title, identity)
+    return _svg(chart, label, identity)
 
 
-def memory_chart(growths: list[Growth], machine: Callable[[Machine], str], title: str, identity: str) -> Markup:
+def memory_chart(growths: list[Growth], machine: Callable[[Machine], str], title: str, label: str, identity: str) -> Markup:
     """Bytes against sequence length beside the full attention matrix, both axes logarithmic. Zero bytes are drawn at the foot."""
     import altair as alt
 
@@ -117,7 +117,7 @@ def memory_chart(growths: list[Growth], machine: Callable[[Machine], str], title
         x=x, y=y, color=colour, shape=alt.Shape("series:N", title=None, scale=alt.Scale(domain=domain, range=shapes))
     )
     chart = alt.layer(line, points, data=alt.InlineData(values=rows)).facet(row=_panels(rows), title=_title(title), spacing=14)
-    return _svg(chart, title, identity)
+    return _svg(chart, label, identity)
 
 
 _BYTES = (
@@ -126,7 +126,7 @@ _BYTES = (
 )
 
 
-def curve_chart(curves: list[Series], machine: Callable[[Machine], str], title: str, identity: str) -> Markup:
+def curve_chart(curves: list[Series], machine: Callable[[Machine], str], title: str, label: str, identity: str) -> Markup:
     """Named curves over one x. Where a curve has no finite value it ends, and a cross at the top edge marks each such place."""
     import altair as alt
 
@@ -159,7 +159,7 @@ def curve_chart(curves: list[Series], machine: Callable[[Machine], str], title: 
         ),
         broken.mark_point(shape="cross", angle=45, size=90, filled=True, opacity=1, color=BAD).encode(x=xs, y=ys),
     ).properties(title=_title(title))
-    return _svg(chart, title, identity)
+    return _svg(chart, label, identity)
 
 
 def _decades(figures: list[float]) -> tuple[float, float]:
@@ -222,13 +222,14 @@ _STYLE = {
         "labelFontSize": 12,
         "titleFontSize": 12,
         "titleFontWeight": "normal",
+        "titlePadding": 10,
     },
     "legend": {"labelColor": "currentColor", "labelFontSize": 12, "labelLimit": 420, "orient": "bottom", "direction": "horizontal", "columns": 1},
 }
 
 
 def _svg(chart: Any, label: str, identity: str) -> Markup:
-    """Renders a chart. identity: prefix of the ids inside, unique on the page."""
+    """Renders a chart. identity: prefix of the ids inside."""
     import altair as alt
     import vl_convert
 

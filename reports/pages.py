@@ -54,7 +54,7 @@ def index_page(evidence: Evidence) -> str:
     for number, (chart, series) in enumerate(curves.items()):
         first = series[0].curve
         title = f"{first.y_title} against {first.x_title}"
-        svg = None if charts.missing() else charts.curve_chart(series, label, title, f"curve{number}")
+        svg = None if charts.missing() else charts.curve_chart(series, label, title, f"{chart}: {title}", f"curve-{number}")
         figures.append((chart, Figure(title, svg), series))
     return _page("index.html").render(
         evidence=evidence,
@@ -88,13 +88,14 @@ def kernel_page(kernel: Kernel, evidence: Evidence) -> str:
     sweeps: list[tuple[tables.Sweep, Figure]] = []
     for axis in tables.axes(kernel):
         if sweep := tables.sweep(kernel, axis):
-            title = f"Error against {AXES.get(axis, axis)}"
-            svg = None if charts.missing() else charts.sweep_chart(sweep, label, f"{kernel.name}: rho against {AXES.get(axis, axis)}", f"sweep-{len(sweeps)}")
+            title, heading = f"Error against {AXES.get(axis, axis)}", f"rho against {AXES.get(axis, axis)}"
+            svg = None if charts.missing() else charts.sweep_chart(sweep, label, heading, f"{kernel.name}: {heading}", f"sweep-{len(sweeps)}")
             sweeps.append((sweep, Figure(title, svg)))
     growths = tables.memory(kernel)
     growth_figure = None
     if growths:
-        svg = None if charts.missing() else charts.memory_chart(growths, label, f"{kernel.name}: memory against sequence length", "memory")
+        heading = "memory against sequence length"
+        svg = None if charts.missing() else charts.memory_chart(growths, label, heading, f"{kernel.name}: {heading}", "memory")
         growth_figure = Figure("Memory beyond inputs and outputs", svg)
     by_tensor = tables.by_tensor(kernel)
     absent = [
