@@ -142,8 +142,8 @@ class Largest:
 
 
 def largest(judged: Iterable[Judged]) -> Largest:
-    """The largest figures. Of the biases, the one that comes nearest to its allowance as it is judged (oracles/verdict.py, four standard errors to spare): the
-    largest number is often a mean over rows that nearly cancel, with a standard error as large."""
+    """The largest figures. Of the biases, the one that uses up most of what it is allowed: the largest number is often a mean over rows that nearly cancel,
+    with a standard error as large."""
     judged = list(judged)
     of_rho = max((j for j in judged if j.rho is not None), key=lambda j: size(j.rho), default=None)
     of_bias = max((j for j in judged if j.judgement.bias is not None), key=lambda j: lean(j.judgement), default=None)
@@ -151,9 +151,9 @@ def largest(judged: Iterable[Judged]) -> Largest:
 
 
 def lean(judgement: Judgement) -> float:
-    """How near a bias comes to its allowance; above 1 it fails."""
-    beyond_noise = size(judgement.bias) - 4.0 * (judgement.bias_error or 0.0)
-    return beyond_noise / judgement.bias_allowance if judgement.bias_allowance else beyond_noise
+    """A bias over all that it is allowed: its allowance and four standard errors (oracles/verdict.py). Above 1 it fails."""
+    allowed = (judgement.bias_allowance or 0.0) + 4.0 * (judgement.bias_error or 0.0)
+    return size(judgement.bias) / allowed if allowed else size(judgement.bias)
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,11 @@ def test_a_noisy_mean_is_not_the_largest_bias(tmp_path: Path) -> None:
     assert found.judgement == sure
 
 
+@pytest.mark.parametrize(("bias", "fails"), [(0.28, False), (-0.28, False), (0.3, True), (-0.3, True)])
+def test_a_bias_above_what_it_is_allowed_leans_by_more_than_one(bias: float, fails: bool) -> None:
+    assert (tables.lean(judgement(bias=bias, bias_error=0.01, bias_allowance=0.25)) > 1) is fails
+
+
 @pytest.mark.parametrize("power", [0, 1, 2])
 def test_the_exponent_of_a_power_is_that_power(power: int) -> None:
     fitted = tables.exponent([(length, 3 * length**power) for length in (512, 1024, 4096, 16384)])
