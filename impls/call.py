@@ -89,17 +89,28 @@ def check_call(
     if scale is None:
         scale = 1.0 / math.sqrt(dim)
     elif isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(f"scale: {scale!r} is not a number; give a finite float, or None for 1/sqrt(dim)")
+        raise TypeError(f"scale: {_short(scale)} is not a number; give a finite float, or None for 1/sqrt(dim)")
     elif not math.isfinite(scale):
         raise ValueError(f"scale: {scale} is not finite; give a finite float, or None for 1/sqrt(dim)")
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal: {_short(is_causal)} is not a bool; give True or False")
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float):
+        raise TypeError(f"dropout_p: {_short(dropout_p)} is not a number; give a float in [0, 1)")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p: {dropout_p} is outside [0, 1)")
+    if isinstance(dropout_seed, bool) or not isinstance(dropout_seed, int):
+        raise TypeError(f"dropout_seed: {_short(dropout_seed)} is not an integer; give one in [0, 2^64)")
     if not 0 <= dropout_seed < 2**64:
         raise ValueError(f"dropout_seed: {dropout_seed} is outside [0, 2^64)")
     if block_mask is not None:
         _check_block_mask(block_mask, query, keys)
     offset = keys - queries if causal_alignment == "bottom_right" else 0
-    return Call(batch, heads, kv_heads, heads // kv_heads, queries, keys, dim, float(scale), bool(is_causal), offset, float(dropout_p), int(dropout_seed))
+    return Call(batch, heads, kv_heads, heads // kv_heads, queries, keys, dim, float(scale), is_causal, offset, float(dropout_p), dropout_seed)
+
+
+def _short(argument: object) -> str:
+    """An argument as an error shows it: a tensor by its kind, since its numbers would fill the screen."""
+    return f"a tensor of shape {list(argument.shape)}" if isinstance(argument, Tensor) else repr(argument)
 
 
 def _check_block_mask(block_mask: Tensor, query: Tensor, keys: int) -> None:

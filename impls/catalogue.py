@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -38,33 +39,29 @@ FORMS = "give a name of the catalogue, 'package.module:attribute' or 'path/file.
 
 
 def names(patterns: Sequence[str]) -> list[str]:
-    """The catalogue's names that match any of the globs, in the catalogue's order; then the patterns that point outside it ("mine.py:attention"), as they are.
-
-    Raises ValueError for a glob that matches nothing, with the names that are close.
-    """
-    outside = [pattern for pattern in patterns if ":" in pattern]
-    globs = [pattern for pattern in patterns if ":" not in pattern]
-    for glob in globs:
-        if not any(fnmatchcase(name, glob) for name in CATALOGUE):
-            raise ValueError(_unknown(glob))
-    return [name for name in CATALOGUE if any(fnmatchcase(name, glob) for glob in globs)] + list(dict.fromkeys(outside))
+    """The catalogue's names that match any of the globs, in its order. Raises ValueError for a glob that matches none, with the names that are close."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in CATALOGUE):
+            raise ValueError(_unknown(pattern))
+    return [name for name in CATALOGUE if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def load(name: str) -> Implementation:
     """The implementation that a name stands for: "triton.fa2" (catalogue), "package.module:attribute" or "path/file.py:attribute".
 
     An attribute that is an `Implementation` is taken as it is. Any other callable is verified as it stands: its signature is its claim (`of_callable`).
-    Raises ValueError that says what was given and what would do.
+    Every error says what was given and what would do. Raises ImportError where a module is not installed (its `name` says which), FileNotFoundError,
+    AttributeError, TypeError for what is not an attention function, ValueError for an unknown name or code that fails while it is imported.
     """
     given = CATALOGUE.get(name, name)
-    place, colon, attribute = given.rpartition(":")
-    if not colon or not place or not attribute:
-        raise ValueError(f"{name}: the attribute is missing; {FORMS}" if name.endswith(".py") or ":" in name else _unknown(name))
+    place, _, attribute = given.rpartition(":")
+    if not place or not attribute:
+        raise ValueError(f"{name}: which attribute of it? {FORMS}" if ":" in name or name.endswith(".py") else _unknown(name))
     module = _file(Path(place), name) if place.endswith(".py") or "/" in place else _module(place, name)
     try:
         found = reduce(getattr, attribute.split("."), module)
     except AttributeError:
-        raise ValueError(f"{name}: {place} has no attribute '{attribute}'{_instead(attribute, vars(module))}") from None
+        raise AttributeError(f"{name}: {place} has no attribute '{attribute}'{_close(attribute, vars(module))}") from None
     if isinstance(found, Implementation):
         return found if found.name else replace(found, name=name)
     return of_callable(found, name)
@@ -75,18 +72,18 @@ def of_callable(attention: object, name: str) -> Implementation:
 
     `is_causal` claims top-left causal masks, and with `causal_alignment` bottom-right ones; `scale` any positive scale; `enable_gqa` grouped heads;
     `block_mask` block masks; `dropout_p` together with `dropout_seed` dropout; `return_lse` the log-sum-exp. `**kwargs` claims nothing.
-    Raises ValueError for what cannot be called with query, key and value.
+    Raises TypeError for what cannot be called with query, key and value alone.
     """
     if inspect.isclass(attention) or not callable(attention):
-        raise ValueError(f"{name}: {attention!r} is not an attention function; give a function attention(query, key, value, ...) or an Implementation")
+        raise TypeError(f"{name}: {attention!r} is not an attention function; give a function attention(query, key, value, ...) or an Implementation")
     parameters = _parameters(attention, name)
     kinds = inspect.Parameter
     positional = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
     if len(positional) < 3 and not any(p.kind is kinds.VAR_POSITIONAL for p in parameters):
-        raise ValueError(f"{name}: takes {len(positional)} positional arguments; give a function that takes three: attention(query, key, value, ...)")
+        raise TypeError(f"{name}: takes {len(positional)} positional arguments; give a function that takes three: attention(query, key, value, ...)")
     further = [p.name for p in parameters if p not in positional[:3] and p.default is kinds.empty and p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)]
     if further:
-        raise ValueError(f"{name}: needs {', '.join(further)} beside query, key and value; give a function that fills them in")
+        raise TypeError(f"{name}: needs {', '.join(further)} beside query, key and value; give a function that fills them in")
     keywords = {p.name for p in parameters if p not in positional[:3] and p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
     supports = Supports(
         causal=() if "is_causal" not in keywords else ("top_left", "bottom_right") if "causal_alignment" in keywords else ("top_left",),
@@ -113,7 +110,7 @@ def _parameters(attention: Callable[..., object], name: str) -> list[inspect.Par
     except SyntaxError:
         definition = None
     if not isinstance(definition, ast.FunctionDef):
-        raise ValueError(f"{name}: its parameters cannot be read; give a function of your own that calls it")
+        raise TypeError(f"{name}: its parameters cannot be read; give a function of your own that calls it")
     given = definition.args
     kinds = inspect.Parameter
     plain = [*given.posonlyargs, *given.args]
@@ -132,38 +129,45 @@ def _module(place: str, name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or place
         if place == missing or place.startswith(missing + "."):
-            raise ValueError(f"{name}: there is no module '{missing}'; {FORMS}") from None
-        raise ValueError(f"{name}: importing {place} needs '{missing}', which is not installed") from error
+            raise ImportError(f"{name}: there is no module '{missing}'; {FORMS}", name=missing) from None
+        raise ImportError(f"{name}: {place} needs '{missing}', which is not installed", name=missing) from error
     except Exception as error:
-        raise ValueError(f"{name}: importing {place} failed: {type(error).__name__}: {error}") from error
+        raise _failed(name, error) from error
 
 
 def _file(path: Path, name: str) -> ModuleType:
     """Runs a file as a module of its own. Its folder is importable while it runs, as for `python file.py`."""
-    path = path.expanduser()
+    path = path.expanduser().absolute()
     if not path.is_file():
-        raise ValueError(f"{name}: there is no file {path} (looked in {Path.cwd()}); {FORMS}")
-    unique = f"{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(unique, path.resolve())
+        raise FileNotFoundError(f"{name}: there is no file {path}; {FORMS}")
+    unique = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(unique, path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{name}: {path} is not a Python file; {FORMS}")
+        raise ImportError(f"{name}: {path} is not a Python file; {FORMS}", name=unique)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[unique] = module
-    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[unique] = module  # where dataclasses and pickle look for it
+    sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{name}: {path} needs '{error.name}', which is not installed", name=error.name) from error
     except Exception as error:
-        del sys.modules[unique]
-        raise ValueError(f"{name}: running {path} failed: {type(error).__name__}: {error}") from error
+        raise _failed(name, error) from error
     finally:
-        sys.path.remove(str(path.resolve().parent))
+        sys.path.remove(str(path.parent))
     return module
 
 
+def _failed(name: str, error: Exception) -> ValueError:
+    """Not an ImportError: a broken module must not pass for one that is not installed."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return ValueError(f"{name}: importing it failed with {type(error).__name__}: {error} ({place.filename}, line {place.lineno})")
+
+
 def _unknown(name: str) -> str:
-    return f"{name}: no implementation of the catalogue has this name{_instead(name, CATALOGUE)}; {FORMS}"
+    return f"{name}: no implementation of the catalogue has this name{_close(name, CATALOGUE)}; {FORMS}"
 
 
-def _instead(name: str, known: Iterable[str]) -> str:
+def _close(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=3)
     return f"; close: {', '.join(close)}" if close else ""

@@ -1,0 +1,295 @@
+"""The catalogue: what it lists is there, what is there is listed, and every form of a name is loaded or refused with words that help."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import impls
+from impls import catalogue
+from impls.spec import Implementation, Supports
+
+ROOT = Path(impls.__file__).parent.parent
+OWN = ("tiled", "triton")  # folders in which a file is an implementation, or something that implementations share
+
+
+def loaded(name: str) -> Implementation:
+    """The implementation, or a skip where its backend is not installed; a file of this project is never "not installed"."""
+    try:
+        return catalogue.load(name)
+    except ImportError as error:
+        if (error.name or "impls").partition(".")[0] == "impls":
+            raise
+        pytest.skip(f"{error.name}: not installed")
+
+
+@pytest.mark.parametrize("name", catalogue.CATALOGUE)
+def test_entry_loads(name: str) -> None:
+    """Each line of the catalogue leads to an implementation of that name, with a sentence about it and an arithmetic for all that it supports."""
+    implementation = loaded(name)
+    assert implementation.name == name
+    assert implementation.summary.endswith(".")
+    supports = implementation.supports
+    assert supports.dtypes
+    assert supports.devices
+    for dtype in supports.dtypes:
+        for device in supports.devices:
+            assert implementation.arithmetic(dtype, device).exp_ulps > 0
+            assert implementation.missing(device) is None or ": " in str(implementation.missing(device))
+
+
+@pytest.mark.parametrize("folder", OWN)
+def test_folders_are_listed(folder: str) -> None:
+    """Every file of the project that defines an implementation has its line."""
+    targets = set(catalogue.CATALOGUE.values())
+    defining = [path for path in sorted((ROOT / "impls" / folder).glob("*.py")) if "\nimplementation = Implementation(" in path.read_text()]
+    assert defining
+    for path in defining:
+        assert f"impls.{folder}.{path.stem}:implementation" in targets
+
+
+def test_globs() -> None:
+    """Globs name entries in the catalogue's order, each once."""
+    assert catalogue.names(["tiled.*"]) == ["tiled.fa1", "tiled.fa2", "tiled.block_sparse"]
+    assert catalogue.names(["*.fa2", "tiled.fa2"]) == ["tiled.fa2", "triton.fa2"]
+    assert catalogue.names(["*"]) == list(catalogue.CATALOGUE)
+    assert catalogue.names([]) == []
+
+
+def test_a_glob_without_match() -> None:
+    """It is an error that says which, and what is close."""
+    with pytest.raises(ValueError, match=r"tiled\.fa3: .*close: .*tiled\.fa2"):
+        catalogue.names(["triton.*", "tiled.fa3"])
+
+
+def test_names_import_nothing() -> None:
+    """Listing names imports neither PyTorch nor Triton."""
+    code = "import sys; from impls import catalogue; catalogue.names(['*']); print(sorted({'torch', 'triton', 'jax', 'cuda'} & set(sys.modules)))"
+    assert _python(code).stdout.strip() == "[]"
+
+
+ABSENT = 'import sys; sys.modules["triton"] = None\n'  # what the import system makes of a module that is not there
+
+
+def test_loading_without_triton() -> None:
+    """Where Triton is missing, its kernels say so and the others load."""
+    code = """
+from impls import catalogue
+try:
+    catalogue.load("triton.fa2")
+except ImportError as error:
+    print(error.name)
+print(catalogue.load("tiled.fa2").name)
+"""
+    assert _python(ABSENT + code).stdout.split() == ["triton", "tiled.fa2"]
+
+
+def test_collecting_without_triton() -> None:
+    """Where Triton is missing, checks are collected all the same, for the others too."""
+    code = 'import pytest; raise SystemExit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/accuracy"]))'
+    assert "[tiled.fa2-float32-cpu]" in _python(ABSENT + code).stdout
+
+
+def _python(code: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+# ------------------------------------------------------------------------------------------------ other people's functions
+
+
+SIBLING = "FACTOR = 1.0\n"
+MINE = """
+import torch
+from impls.spec import Implementation, Supports
+from sibling import FACTOR
+
+def attention(query, key, value, *, is_causal=False, scale=None):
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale) * FACTOR
+
+class Holder:
+    inner = staticmethod(attention)
+
+nameless = Implementation(name="", attention=attention, supports=Supports(dims=(8, 64)))
+named = Implementation(name="mine", attention=attention)
+number = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A user's file, with a sibling that it imports."""
+    (tmp_path / "sibling.py").write_text(SIBLING)
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+def test_a_function_of_a_file(mine: Path) -> None:
+    """A path loads, twice if need be, its siblings are importable while it runs, and what comes out computes."""
+    searched = list(sys.path)
+    for _ in range(2):
+        implementation = catalogue.load(f"{mine}:attention")
+        assert implementation.bare
+        assert implementation.name == f"{mine}:attention"
+        x = torch.ones(1, 1, 2, 4)
+        assert torch.equal(torch.as_tensor(implementation.attention(x, x, x)), x)
+    assert sys.path == searched
+    assert catalogue.load(f"{mine}:Holder.inner").supports.causal == ("top_left",)
+
+
+def test_an_implementation_of_a_file(mine: Path) -> None:
+    """An `Implementation` is taken as it is; one without a name takes the one it was asked for by."""
+    assert catalogue.load(f"{mine}:named").name == "mine"
+    nameless = catalogue.load(f"{mine}:nameless")
+    assert nameless.name == f"{mine}:nameless"
+    assert nameless.supports == Supports(dims=(8, 64))
+    assert not nameless.bare
+
+
+def test_a_module() -> None:
+    """torch's own function is a builtin, whose parameters stand in its docstring: dropout without a seed is no claim."""
+    implementation = catalogue.load("torch.nn.functional:scaled_dot_product_attention")
+    assert implementation.bare
+    assert implementation.supports == Supports(causal=("top_left",), scale="positive", grouped_heads=True, cross_lengths=True, strided=True)
+
+
+BARE = Supports(cross_lengths=True, strided=True)
+
+
+def three(query: object, key: object, value: object) -> object:
+    """The least that is an attention function."""
+    return (query, key, value)
+
+
+def everything(
+    q: object,
+    k: object,
+    v: object,
+    is_causal: bool = False,
+    causal_alignment: str = "top_left",
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    block_mask: object = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    return_lse: bool = False,
+) -> object:
+    """Names every keyword of the call."""
+    return (q, k, v, is_causal, causal_alignment, scale, enable_gqa, block_mask, dropout_p, dropout_seed, return_lse)
+
+
+def anything(*tensors: object, **keywords: object) -> object:
+    """Takes all and says nothing."""
+    return (tensors, keywords)
+
+
+def unseeded(query: object, key: object, value: object, dropout_p: float = 0.0, causal_alignment: str = "top_left") -> object:
+    """Half of two pairs."""
+    return (query, key, value, dropout_p, causal_alignment)
+
+
+class Layer(torch.nn.Module):
+    """An attention layer without parameters."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """The query, scaled: only the signature matters here."""
+        return query * scale
+
+
+@pytest.mark.parametrize(
+    ("attention", "claims"),
+    [
+        (three, BARE),
+        (
+            everything,
+            Supports(
+                causal=("top_left", "bottom_right"),
+                scale="positive",
+                grouped_heads=True,
+                cross_lengths=True,
+                strided=True,
+                block_mask=True,
+                dropout=True,
+                lse=True,
+            ),
+        ),
+        (anything, BARE),
+        (unseeded, BARE),
+        (Layer(), Supports(scale="positive", cross_lengths=True, strided=True)),
+    ],
+    ids=["three", "everything", "anything", "unseeded", "layer"],
+)
+def test_a_signature_is_a_claim(attention: Callable[..., object], claims: Supports) -> None:
+    """A bare callable claims what its parameters name, and never what a check asks on a promise alone."""
+    implementation = catalogue.of_callable(attention, "here")
+    assert implementation.supports == claims
+    assert implementation.bare
+    promises = (claims.masked_nan, claims.deterministic, claims.batch_invariant, claims.linear_memory)
+    assert not any(promises)
+
+
+def two(query: object, key: object) -> object:
+    """One argument too few."""
+    return (query, key)
+
+
+def greedy(query: object, key: object, value: object, mask: object, *, window: int) -> object:
+    """Needs more than an attention call gives."""
+    return (query, key, value, mask, window)
+
+
+@pytest.mark.parametrize(
+    ("attention", "words"),
+    [
+        (two, "takes 2 positional arguments; .*takes three"),
+        (greedy, "needs mask, window beside"),
+        (3, "3 is not an attention function; give a function"),
+        (Layer, "not an attention function"),
+        (dict.fromkeys, "takes|cannot be read"),
+    ],
+    ids=["two", "greedy", "number", "class", "fromkeys"],
+)
+def test_what_is_no_attention(attention: object, words: str) -> None:
+    """The error says what is wrong with it and what would do."""
+    with pytest.raises(TypeError, match=f"^here: .*({words})"):
+        catalogue.of_callable(attention, "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("tiled.fa", ValueError, r"no implementation .* close: .*tiled\.fa1.*give a name"),
+        ("nonsense", ValueError, "no implementation of the catalogue.*give a name"),
+        ("mine.py", ValueError, "which attribute of it.*file.py:attribute"),
+        ("torch.nn.functional:", ValueError, "which attribute"),
+        (":attention", ValueError, "which attribute"),
+        ("nowhere/mine.py:attention", FileNotFoundError, r"there is no file .*nowhere/mine\.py"),
+        ("no_such_package.kernels:attention", ImportError, "no module 'no_such_package'"),
+        ("torch.nn.functionals:attention", ImportError, r"no module 'torch\.nn\.functionals'"),
+        ("torch.nn.functional:scaled_dot_attention", AttributeError, "has no attribute 'scaled_dot_attention'; close: scaled_dot_product_attention"),
+        ("math:pi", TypeError, r"3\.14.* is not an attention function"),
+    ],
+)
+def test_errors_name_what_was_given(name: str, kind: type[Exception], words: str) -> None:
+    """Every error begins with the name as it was given."""
+    with pytest.raises(kind, match=words) as raised:
+        catalogue.load(name)
+    assert str(raised.value).startswith(f"{name}: ")
+
+
+def test_a_file_that_fails(tmp_path: Path) -> None:
+    """What went wrong, and where; a broken file is not taken for a missing backend, a missing backend is named."""
+    broken, needy = tmp_path / "broken.py", tmp_path / "needy.py"
+    broken.write_text("\nlimit = 1 / 0\n")
+    needy.write_text("import no_such_package.kernels\n")
+    with pytest.raises(ValueError, match=r"ZeroDivisionError: .*broken\.py, line 2"):
+        catalogue.load(f"{broken}:attention")
+    with pytest.raises(ImportError, match=r"needy\.py needs 'no_such_package', which is not installed") as raised:
+        catalogue.load(f"{needy}:attention")
+    assert raised.value.name == "no_such_package"
