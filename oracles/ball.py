@@ -279,4 +279,7 @@ def _balls(matrices: list[arb_mat], shape: torch.Size) -> Ball:
         distances = [(entry - mid).abs_upper() if mid != -math.inf else _ZERO for entry, mid in zip(entries, mids, strict=True)]
     # float() rounds to nearest: the next float up is an upper bound.
     radii = [math.nextafter(float(distance), math.inf) if not distance.is_zero() else 0.0 for distance in distances]
-    return Ball(torch.tensor(mids, dtype=torch.float64).reshape(shape), torch.tensor(radii, dtype=torch.float64).reshape(shape))
+    radius = torch.tensor(radii, dtype=torch.float64).reshape(shape)
+    if not radius.isfinite().all():
+        raise ArithmeticError(f"ball: {int((~radius.isfinite()).sum())} of {radius.numel()} radii are not finite; such an enclosure would excuse any result")
+    return Ball(torch.tensor(mids, dtype=torch.float64).reshape(shape), radius)

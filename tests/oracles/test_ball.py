@@ -204,6 +204,15 @@ def test_what_is_seen_must_be_finite(tensor: str) -> None:
         ball.attention(replace(problem, **{tensor: poisoned}))
 
 
+def test_an_enclosure_that_says_nothing_is_not_given() -> None:
+    problem = problem_of("b1 h1 q4 k4 d2")
+    out, lse = ball.forward(problem)
+    with pytest.raises(ArithmeticError, match="radii are not finite"):
+        ball.columns(problem, 0, 0, torch.tensor([1]), out, Ball(lse.mid, torch.full_like(lse.radius, torch.inf)))
+    with pytest.raises(ArithmeticError, match="radii are not finite"):  # beyond the range of float64
+        ball.forward(replace(problem, scale=1e300, query=problem.query.double() * 1e200))
+
+
 # --------------------------------------------------------------------------------------------------- what a ball must not hold
 
 
