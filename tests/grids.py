@@ -161,6 +161,13 @@ def small(dtype: Dtype, device: Device) -> list[Case]:
     return _lines("b2 h2 q65 k65 d64\nb1 h2 q40 k40 d32 causal", dtype)
 
 
+def memory(dtype: Dtype, device: Device) -> list[Case]:
+    """Doubling lengths of one head. One dtype stands for the others: what is held is the same tensors."""
+    if dtype != ("float32" if device == "cpu" else "float16"):
+        return []
+    return [Case(heads=1, queries=length, dim=64, dtype=dtype, seed=9) for length in (512, 1024, 2048, 4096, 8192, 16384)]
+
+
 # ---------------------------------------------------------------------------------------------------------------------------- search
 
 _EDGES = [edge + step for edge in (16, 32, 64, 128) for step in (-1, 0, 1)]

@@ -21,7 +21,7 @@ import torch
 
 from impls import catalogue
 from impls.spec import DTYPES, Device, Dtype, Implementation
-from reports.record import Claim, Environment, Judgement, Record, append
+from reports.record import Absence, Claim, Environment, Judgement, Record, append
 from tests.cases import Case, not_claimed
 from tests.subject import Subject, summary
 
@@ -85,6 +85,11 @@ class State:
         self.written = 0
         self.passed: dict[str, int] = {}
         self.targets = self._targets()
+        self.absences: list[Absence] = [
+            Absence(run=self.run, implementation=target.name, device=target.device, dtype=target.dtype, reason="not possible here", message=target.missing)
+            for target in self.targets
+            if target.missing
+        ]
         self.defects = tomllib.loads(DEFECTS.read_text())["defect"] if DEFECTS.exists() else []
 
     @classmethod
@@ -162,6 +167,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.UsageError(f"{metafunc.definition.nodeid}: a check takes @pytest.mark.check(grid=...)")
     state = metafunc.config.stash[STATE]
     targets = [target for target in state.targets if _covers(state, marker, target)]
+    for target in state.targets:
+        if target not in targets and not state.case and marker.kwargs.get("claims"):
+            check = _check_name(metafunc.definition)
+            absence = Absence(run=state.run, implementation=target.name, device=target.device, dtype=target.dtype, check=check, reason="not claimed")
+            state.absences.append(absence)
     parameters = [pytest.param(target, id=str(target), marks=[pytest.mark.gpu] if target.device == "cuda" else []) for target in targets]
     metafunc.parametrize("subject", parameters, indirect=True)
 
@@ -237,7 +247,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
         cases=state.cases(marker, target),
         run=state.run,
         emit=lambda record: _attach(request.node, record),
-        defect=f"{defect['seen']} ({defect['link']})" if defect else "",
+        defect=defect,
     )
 
 
@@ -308,9 +318,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if state.is_worker or session.config.option.collectonly:
         return
     if state.written:
-        for target in state.targets:
-            if target.implementation is not None and not target.missing:
-                state.record(_claim(state, target.implementation))
+        for implementation in {target.name: target.implementation for target in state.targets}.values():
+            if implementation is not None:
+                state.record(_claim(state, implementation))
+        for absence in state.absences:
+            state.record(absence)
     if state.selected and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) and _unverified(state):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

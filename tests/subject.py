@@ -4,6 +4,7 @@ A check is a test function that takes `subject` and carries `@pytest.mark.check(
 """
 
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -34,7 +35,7 @@ class Subject:
     cases: list[Case]
     run: str
     emit: Callable[[Record], None]
-    defect: str = ""  # the known defect expected of this check here
+    defect: dict[str, str] | None = None  # the entry of known_defects.toml for this check here
     failures: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     judged: int = 0
@@ -156,11 +157,11 @@ class Subject:
     def again(self, case: Case) -> str:
         """The command that repeats a case."""
         device = "" if self.device == "cpu" else f" --device {self.device}"
-        return f"again: pytest --impl {self.implementation.name}{device} --case '{case}'"
+        return f"again: pytest --impl {shlex.quote(self.implementation.name)}{device} --case '{case}'"
 
     def _emit(self, case: Case, status: Status, **fields: object) -> None:
         if status == "failed" and self.defect:
-            status, fields["message"] = "known defect", f"{fields.get('message', '')} {self.defect}".strip()
+            status, fields["message"], fields["link"] = "known defect", self.defect["seen"], self.defect["link"]
         self.emit(
             Judgement(
                 run=self.run,

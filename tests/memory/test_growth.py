@@ -1,0 +1,102 @@
+"""Memory beyond inputs and outputs grows linearly with the sequence, forward and backward, of those that claim it; the naive kernel's quadratically.
+
+The table of the report: sequence length, bytes of the full attention matrix, bytes measured.
+"""
+
+import time
+
+import pytest
+import torch
+
+from reports.record import Memory
+from tests import grids
+from tests.cases import Case, inputs
+from tests.memory.measuring import method, peak_bytes
+from tests.plugin import Recorder
+from tests.running import arguments
+from tests.subject import Subject
+
+SECONDS = {"cpu": 2.0, "cuda": 5.0}  # a length that took longer than this is the last one measured
+MATRIX_BYTES = {"cpu": 2**28, "cuda": 2**34}  # nor is one whose full attention matrix is larger, unless memory was seen to be linear
+
+
+@pytest.mark.check(grid=grids.memory, single=False)
+def test_memory_growth(subject: Subject, recorder: Recorder) -> None:
+    """Measures as far as time allows. An implementation that claims linear memory at most doubles it when the sequence doubles."""
+    before: dict[str, int] = {}
+    for case in subject.cases:
+        if _matrix_bytes(case) > MATRIX_BYTES[subject.device] and not subject.implementation.supports.linear_memory:
+            break
+        if not before and subject.attend(case, backward=subject.implementation.supports.backward) is None:
+            break  # it does not even answer; if it does, kernels are now compiled and caches filled
+        started = time.perf_counter()
+        measured = _measure(subject, case)
+        for direction, count in measured.items():
+            recorder.add(
+                Memory(
+                    run=recorder.run,
+                    implementation=subject.implementation.name,
+                    device=subject.device,
+                    dtype=subject.dtype,
+                    direction=direction,  # type: ignore[arg-type]
+                    length=case.queries,
+                    heads=case.batch * case.heads,
+                    dim=case.dim,
+                    matrix_bytes=_matrix_bytes(case),
+                    measured_bytes=count,
+                    method=method(subject.device),
+                )
+            )
+            if subject.implementation.supports.linear_memory and direction in before:
+                message = f"{direction}: {count} bytes beyond inputs and outputs at length {case.queries}, {before[direction]} at half of it: more than twice"
+                subject.expect(count <= 2 * before[direction], case, message)
+            else:
+                subject.judged += 1
+        before = measured
+        if time.perf_counter() - started > SECONDS[subject.device]:
+            break
+
+
+def _matrix_bytes(case: Case) -> int:
+    size = 4 if case.dtype == "float32" else 2
+    return case.batch * case.heads * case.queries * case.keys * size
+
+
+def _measure(subject: Subject, case: Case) -> dict[str, int]:
+    """Bytes beyond inputs and outputs (gradients are outputs of the backward), by direction."""
+    given, implementation = inputs(case, subject.device), subject.implementation
+    leaves = [tensor.detach().requires_grad_(implementation.supports.backward) for tensor in (given.query, given.key, given.value)]
+    keywords = arguments(case, implementation.supports, given)
+    peak, returned = peak_bytes(lambda: implementation.attention(*leaves, **keywords), subject.device)
+    outputs = returned if isinstance(returned, tuple) else (returned,)
+    measured = {"forward": peak - _bytes(outputs)}
+    if implementation.supports.backward and outputs[0].requires_grad:  # type: ignore[attr-defined]
+        peak, gradients = peak_bytes(lambda: torch.autograd.grad(outputs[0], leaves, given.dout), subject.device)  # type: ignore[arg-type]
+        measured["backward"] = peak - _bytes(gradients)
+    return measured
+
+
+def _bytes(tensors: tuple[object, ...]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+
+def test_the_gate_rejects_the_textbook() -> None:
+    """Negative control: attention with its whole score matrix in memory more than doubles when the sequence doubles; it quadruples."""
+
+    def textbook(length: int) -> int:
+        query = torch.ones(length, 64)
+        return peak_bytes(lambda: torch.softmax(query @ query.T, dim=-1) @ query, "cpu")[0]
+
+    assert textbook(1024) > 2 * textbook(512)
+    matrix = 1024 * 1024 * 4
+    assert textbook(1024) >= 2 * matrix  # the scores and their softmax are held at once
+
+
+def test_peak_counts_what_was_released() -> None:
+    """The peak is what was held at once, not what is left."""
+
+    def call() -> torch.Tensor:
+        large = torch.ones(2**20)
+        return large[:4].clone()
+
+    assert peak_bytes(call, "cpu")[0] >= 4 * 2**20
