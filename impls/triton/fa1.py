@@ -58,14 +58,14 @@ class Tiles(NamedTuple):
     key: int
 
 
-def tiles(dtype: torch.dtype, dim: int, resident: int) -> Tiles:
+def tiles(dtype: torch.dtype, dim: int, resident: int, *, interpreted: bool = INTERPRETED.value) -> Tiles:
     """The paper's tile sizes, B_c = ceil(M / 4d) and B_r = min(B_c, d), as powers of two from 16, the least that Triton multiplies, to 64.
 
     M, in numbers of the inputs' dtype, is 40 KB, a quarter of what an A100 gives one program: the scores and sums of a step live in registers, and with
     larger tiles they spill. `resident` tiles share it: 4 in the forward (Q, K, V and O: the paper's 4), 8 in the backward (dO, dQ, dK and dV besides).
     Interpreted, a step costs the same whatever its size, so there one large tile serves all.
     """
-    if INTERPRETED.value:
+    if interpreted:
         return Tiles(query=64, key=128)
     key = math.ceil(40 * 1024 / dtype.itemsize / (resident * dim))
     key = min(64, max(16, 1 << (key.bit_length() - 1)))
@@ -348,7 +348,7 @@ def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
     Tiles narrow as the head dim grows. The claim is the narrowest, which makes the most steps; within wider ones sums are trees, no deeper than it is long.
     """
     on_tensor_cores = device == "cuda" and dtype != "float32"
-    narrowest = tiles(getattr(torch, dtype), 256, resident=4)
+    narrowest = tiles(getattr(torch, dtype), 256, resident=4, interpreted=device == "cpu")
     return Arithmetic(accumulate="tensor_core" if on_tensor_cores else "fma", key_tile=narrowest.key, query_tile=narrowest.query)
 
 
