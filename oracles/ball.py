@@ -82,7 +82,7 @@ class Columns(NamedTuple):
 def attention(problem: Problem, bits: int = BITS) -> Enclosure:
     """Encloses output, log-sum-exp and gradients.
 
-    A head of 1024 queries, 1024 keys and dim 64 takes about 3 s on two cores (matrix products use as many threads as torch does).
+    A head of 1024 queries, 1024 keys and dim 64 takes 3 to 4 s on two cores (matrix products use as many threads as torch does).
     Raises ValueError where a query sees a NaN or an infinity.
     """
     heads = _every_head(problem, bits)
@@ -97,13 +97,13 @@ def attention(problem: Problem, bits: int = BITS) -> Enclosure:
 
 
 def forward(problem: Problem, bits: int = BITS) -> Forward:
-    """Encloses output and log-sum-exp alone; dout is not looked at. 64 queries, 64 keys and dim 64 take about 6 ms."""
+    """Encloses output and log-sum-exp alone; dout is not looked at. 64 queries, 64 keys and dim 64 take about 10 ms."""
     heads = _every_head(problem, bits)
     return Forward(_balls([head.out for head in heads], problem.query.shape), _balls([head.lse for head in heads], problem.query.shape[:3]))
 
 
 def rows(problem: Problem, batch: int, head: int, queries: Int[Tensor, " rows"], bits: int = BITS) -> Rows:
-    """Encloses what belongs to some queries of one head, at a cost of rows x keys: 8 of them at 16384 keys and dim 64 take about half a second."""
+    """Encloses what belongs to some queries of one head, at a cost of rows x keys: 8 of them at 16384 keys and dim 64 take about a second."""
     one = Head(problem, batch, head, queries, bits=bits)
     shape = torch.Size((len(queries), problem.query.shape[3]))
     return Rows(_balls([one.out], shape), _balls([one.lse], shape[:1]), _balls([one.dq(one.dscores())], shape))

@@ -4,7 +4,7 @@ The second opinion beside `oracles/ball.py`, with which it shares the question (
 shift: mpmath's exponents are unbounded, so exp(s) is exp(s). The gradients are those of the definition, the softmax's through its Jacobian
 dp_j / ds_k = p_j ([j = k] - p_k).
 
-A few milliseconds for ten tokens, half a second for the forward at 64 queries, 64 keys and dim 64.
+A few milliseconds for ten tokens, about a second for the forward at 64 queries, 64 keys and dim 64.
 """
 
 from typing import NamedTuple
