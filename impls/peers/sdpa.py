@@ -80,11 +80,11 @@ math = Implementation(
     missing=not_on_cuda,
 )
 
-# A causal mask together with a scale of 0 or below is wrong in this kernel: it multiplies the -inf of hidden scores by the scale, and hidden keys are seen.
+# No scale of 0 or below is claimed: with a causal mask this kernel multiplies the -inf of hidden scores by the scale, and answers NaN or lets hidden keys in.
 flash_cpu = Implementation(
     name="sdpa.flash_cpu",
     attention=unit_stride(pinned(SDPBackend.FLASH_ATTENTION)),
-    supports=Supports(devices=("cpu",), causal=("top_left",), scale="positive", grouped_heads=True, cross_lengths=True, strided=True, linear_memory=True),
+    supports=Supports(devices=("cpu",), causal=("top_left",), scale="positive", grouped_heads=True, cross_lengths=True, strided=True),
     arithmetic=arithmetic_of_flash_cpu,
     summary="PyTorch's fused kernel for the CPU.",
 )
