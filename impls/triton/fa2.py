@@ -76,13 +76,19 @@ TILES = {
     (32, 128): Tiles(forward=Tile(32, 32, 8, 1), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(32, 16, 8, 2)),
     (32, 256): Tiles(forward=Tile(16, 16, 8, 1), dkey_dvalue=Tile(16, 16, 8, 1), dquery=Tile(16, 16, 8, 1)),
 }
+# With dropout in 16 bit, up to dim 128: the ten rounds of Philox need registers of their own.
+DROPOUT_TILES = Tiles(forward=Tile(128, 32, 8, 3), dkey_dvalue=Tile(32, 64, 8, 2), dquery=Tile(64, 32, 8, 2))
 # Interpreted, a step takes as long whatever its size, so one large tile serves all. Its sides differ, so that the diagonal cuts it in more ways than one.
 INTERPRETED_TILES = Tiles(forward=Tile(128, 64, 4, 1), dkey_dvalue=Tile(64, 128, 4, 1), dquery=Tile(128, 64, 4, 1))
 
 
-def tiles(dtype: torch.dtype, dim: int, interpreted: bool = INTERPRETED.value) -> Tiles:
-    """The tiles for a dtype and head dim. Nothing else decides them, so a slice of a batch is computed as it is in the batch."""
-    return INTERPRETED_TILES if interpreted else TILES[8 * dtype.itemsize, max(64, padded_dim(dim))]
+def tiles(dtype: torch.dtype, dim: int, dropout: bool, interpreted: bool = INTERPRETED.value) -> Tiles:
+    """The tiles for a dtype and head dim. The batch and the lengths have no say, so a slice of a batch is computed as it is in the batch."""
+    if interpreted:
+        return INTERPRETED_TILES
+    if dropout and dtype.itemsize == 2 and dim <= 128:
+        return DROPOUT_TILES
+    return TILES[8 * dtype.itemsize, max(64, padded_dim(dim))]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------- forward
@@ -394,7 +400,7 @@ def dquery_kernel(
 
 def forward_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> Launch:
     """One program for each tile of queries of each head. Fills out and lse."""
-    tile = tiles(query.dtype, call.dim).forward
+    tile = tiles(query.dtype, call.dim, call.dropout_p > 0.0).forward
     arguments = with_strides(query=query, key=key, value=value, out=out) | {"lse": lse, "heads": call.heads, "exponent_scale": Scale.of(call.scale).exponent}
     return _launch(forward_kernel, call, tile, triton.cdiv(call.queries, tile.queries) * call.heads * call.batch, arguments)
 
@@ -408,7 +414,7 @@ def delta_launch(call: Call, out: Tensor, dout: Tensor, delta: Tensor) -> Launch
 
 def dkey_dvalue_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dkey: Tensor, dvalue: Tensor) -> Launch:
     """One program for each tile of keys of each key head. Fills dkey and dvalue."""
-    tile = tiles(query.dtype, call.dim).dkey_dvalue
+    tile = tiles(query.dtype, call.dim, call.dropout_p > 0.0).dkey_dvalue
     arguments = with_strides(query=query, key=key, value=value, dout=dout, dkey=dkey, dvalue=dvalue)
     arguments |= {"lse": lse, "delta": delta, "kv_heads": call.kv_heads, "scale": call.scale}
     return _launch(dkey_dvalue_kernel, call, tile, triton.cdiv(call.keys, tile.keys) * call.kv_heads * call.batch, arguments)
@@ -416,7 +422,7 @@ def dkey_dvalue_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, do
 
 def dquery_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dquery: Tensor) -> Launch:
     """One program for each tile of queries of each head. Fills dquery."""
-    tile = tiles(query.dtype, call.dim).dquery
+    tile = tiles(query.dtype, call.dim, call.dropout_p > 0.0).dquery
     arguments = with_strides(query=query, key=key, value=value, dout=dout, dquery=dquery)
     arguments |= {"lse": lse, "delta": delta, "heads": call.heads, "scale": call.scale}
     return _launch(dquery_kernel, call, tile, triton.cdiv(call.queries, tile.queries) * call.heads * call.batch, arguments)
@@ -514,7 +520,7 @@ def attention(
 
 def _arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
     """Tiles differ between head dims; the smallest make the most steps, so they are the ones claimed."""
-    chosen = [tiles(getattr(torch, dtype), dim, interpreted=device == "cpu") for dim in (64, 128, 256)]
+    chosen = [tiles(getattr(torch, dtype), dim, dropout, interpreted=device == "cpu") for dim in (64, 128, 256) for dropout in (False, True)]
     return Arithmetic(
         accumulate="tensor_core" if device == "cuda" and dtype != "float32" else "fma",
         key_tile=min(tile.keys for each in chosen for tile in (each.forward, each.dquery)),
