@@ -133,12 +133,12 @@ class Scale:
     @classmethod
     def of(cls, scale: float) -> "Scale":
         """Raises ValueError for a scale beyond float32."""
-        magnitude, exponent = float(np.float32(abs(scale))), float(np.float32(abs(scale) * math.log2(math.e)))
-        if math.isinf(exponent):
+        exponent = abs(scale) * math.log2(math.e)
+        if exponent > torch.finfo(torch.float32).max:
             raise ValueError(f"scale: {scale} is beyond float32, in which scores are computed; its magnitude is at most 2.3e38")
-        if magnitude == 0.0:
+        if np.float32(abs(scale)) == 0.0:
             return cls(sign=0, magnitude=1.0, exponent=math.log2(math.e))
-        return cls(sign=1 if scale > 0.0 else -1, magnitude=magnitude, exponent=exponent)
+        return cls(sign=1 if scale > 0.0 else -1, magnitude=abs(scale), exponent=exponent)
 
 
 def with_strides(**tensors: Tensor) -> dict[str, Any]:
