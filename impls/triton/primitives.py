@@ -166,11 +166,13 @@ class Launch:
     arguments: dict[str, Any]
     num_warps: int
     num_stages: int
+    max_registers: int | None = None  # of a thread; None lets the compiler trade registers for programs that run side by side
 
     @property
     def options(self) -> dict[str, Any]:
         """Options of the compilation. Fusing a product with a sum into an fma is chosen, not inherited: Triton's default is about to change."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True, **limit}
 
     def run(self) -> None:
         """Starts the kernel on the device of its tensors."""

@@ -1,0 +1,52 @@
+"""Every Triton kernel compiles for GPUs that are not there, at the tile sizes that are shipped; it spills no register up to head dim 128 and fits the chip.
+
+sm_90 is compiled in full; the others share its code but for the instructions of the matrix units, so a few jobs tell.
+"""
+
+import pytest
+
+from impls import catalogue
+from impls.spec import Dtype
+from reports.record import Resources
+from tests.contract.compiling import SHARED_LIMIT, Job, resources
+from tests.plugin import Recorder
+
+pytest.importorskip("triton", reason="Triton: not installed")
+
+
+def jobs(name: str) -> list[Job]:
+    """What is compiled of one implementation."""
+    floats: tuple[Dtype, ...] = ("float16", "float32")
+    return [
+        *(Job(name, "sm_90", dtype, dim, causal) for dtype in floats for dim in (64, 128) for causal in (False, True)),
+        *(Job(name, "sm_90", dtype, 256, causal=True) for dtype in floats),
+        *(Job(name, target, "bfloat16", dim, causal=True) for target in SHARED_LIMIT for dim in (64, 128)),
+        *(Job(name, target, "float32", 128, causal=True) for target in ("sm_80", "sm_100")),
+    ]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", catalogue.names(["triton.*"]))
+def test_kernels_compile_spill_nothing_and_fit(name: str, recorder: Recorder) -> None:
+    wanted = jobs(name)
+    found = resources(wanted, recorder.run)
+    for record in found:
+        recorder.add(record)
+    for job in wanted:
+        kernels = [r for r in found if (r.target, r.dtype, r.dim, r.causal) == (job.target, job.dtype, job.dim, job.causal)]
+        assert len(kernels) >= 2, f"{job}: a forward and a backward need two kernels at least, found {[r.kernel for r in kernels]}"
+    assert not [_line(r) for r in found if r.spilled_bytes and r.dim <= 128]
+    assert not [_line(r) for r in found if r.shared_bytes > SHARED_LIMIT[r.target]]
+
+
+def test_a_kernel_held_to_64_registers_is_seen_to_spill() -> None:
+    """The gate above can fail."""
+    found = resources([Job("triton.fa1", "sm_90", "float16", 64, causal=True, max_registers=64)], run="")
+    assert all(r.registers <= 64 and r.spilled_bytes > 0 and not r.shipped for r in found)
+    assert len(found) == 2
+
+
+def _line(r: Resources) -> str:
+    mask = "causal" if r.causal else "full"
+    job = f"{r.implementation} {r.kernel} {r.target} {r.dtype} dim {r.dim} {mask}"
+    return f"{job}: {r.registers} registers, {r.spilled_bytes} bytes spilled, {r.shared_bytes} bytes shared"
