@@ -185,6 +185,17 @@ class _Parts:
         self.value_max = self.value_abs.amax(dim=0, keepdim=True)
 
 
+_LARGEST_EXPONENT = 600.0  # keeps exponentials and their products finite in float64; a bound of 1e260 excuses any number
+
+
+def _moved(rows: Rows, log_error: Tensor) -> Tensor:
+    """P (exp(log_error) - 1), by which each weight may be too large; also where the error is so large that a weight that is 0 may not be."""
+    log_weight = rows.scores - torch.where(rows.lse.isfinite(), rows.lse, 0.0)[:, None]
+    small = rows.weights * torch.expm1(log_error.clamp(max=1.0))
+    large = torch.exp((log_weight + log_error).clamp(max=_LARGEST_EXPONENT)) - rows.weights
+    return torch.where(rows.visible, torch.where(log_error < 1.0, small, large), 0.0)
+
+
 class _Sums:
     """The bound under way: rows write theirs, keys and values add up."""
 
@@ -200,8 +211,7 @@ class _Sums:
 
         # Relative error of an unnormalised weight: its score, the subtraction of the maximum, the exponential.
         log_error = (u.gamma(dim) + u.product) * parts.score_mass + u.u_a * (2.0 * (rows.maximum - rows.scores) + 3.0 * rows.scores.abs()) + u.eps_e
-        theta = torch.expm1(log_error)
-        moved = weights * theta  # P o theta, the largest shift of each weight; 0 at hidden keys
+        moved = _moved(rows, log_error)  # P o theta, the largest shift of each weight; 0 at hidden keys
         total = moved.sum(dim=1, keepdim=True)
 
         # --- out. Weights off by theta move a weighted mean by sum_j P_j theta_j |V_j - O|, bounded in two ways; it never leaves the hull of the values.
@@ -225,21 +235,23 @@ class _Sums:
         lse = lse + u.gamma(u.row_sum) + u.rescaling + u.u_a * (2.0 * parts.lse_abs + 4.0)
 
         # --- backward: the weights come back as exp(S - L)
-        theta_back = torch.expm1(log_error + lse)
+        moved_back = _moved(rows, log_error + lse)
         out_mass = rows.dout.abs() * rows.out.abs()
         delta = (rows.dout.abs() * out).sum(dim=1, keepdim=True) + (u.gamma(dim)) * out_mass.sum(dim=1, keepdim=True)
         slope = (rows.dweights - rows.delta).abs()
-        # E, the error of dS
+        # E, the error of dS. A kernel may multiply dS by a scale below 1 before it casts: the cast's underflow is then not scaled down.
+        scaled_before = max(1.0, 1.0 / abs(rows.scale)) if rows.scale else 1.0
         dscores = (
-            weights * slope * (theta_back + 3.0 * u.u_a + u.u_p)
-            + weights * (1.0 + theta_back) * ((u.gamma(dim) + u.product + 2.0 * u.u_a) * parts.dweights_abs + delta)
-            + u.eta * (1.0 + slope) * parts.visible
+            slope * (moved_back + weights * (3.0 * u.u_a + u.u_p))
+            + (weights + moved_back) * ((u.gamma(dim) + u.product + 2.0 * u.u_a) * parts.dweights_abs + delta)
+            + u.eta * scaled_before * (1.0 + slope) * parts.visible
         )
         dscores_abs = rows.dscores.abs()
         in_sixteen_bit = u.sixteen_bit_steps * u.u_o
         dq = dscores @ rows.key.abs() + (u.gamma(keys) + u.product + in_sixteen_bit) * (dscores_abs @ rows.key.abs())
-        dk = dscores.T @ rows.query.abs() + (u.gamma(columns) + u.product + in_sixteen_bit) * (dscores_abs.T @ rows.query.abs())
-        dropped_back = parts.dropped * (theta_back + u.u_p + u.product + 2.0 * u.u_a + u.gamma(columns) + in_sixteen_bit)
+        dk = dscores.T @ rows.query.abs() + (u.gamma(columns) + u.product + in_sixteen_bit * self.problem.groups) * (dscores_abs.T @ rows.query.abs())
+        dropped_moved = moved_back if rows.gain is None else moved_back * rows.gain
+        dropped_back = dropped_moved + parts.dropped * (u.u_p + u.product + 2.0 * u.u_a + u.gamma(columns) + in_sixteen_bit * self.problem.groups)
         dv = (dropped_back + u.eta * parts.gain_max * parts.visible).T @ rows.dout.abs()
 
         here = (rows.batch, rows.head, slice(rows.start, rows.stop))

@@ -42,7 +42,7 @@ class Element(msgspec.Struct, kw_only=True, frozen=True):
     got: float | str  # "nan", "inf", "-inf" as text: JSON has no such numbers
     exact: float | str
     error: float | str
-    bound: float
+    bound: float | str
     note: str = ""  # "one of 518 visible keys holds 99.8 % of the row"
 
 

@@ -214,7 +214,8 @@ def inputs(case: Case, device: str | torch.device = "cpu", outside: float = math
         _laid_out(_rounded(name, numbers, dtype), case.layout, device, outside)
         for name, numbers in (("query", query), ("key", key), ("value", value), ("dout", dout))
     ]
-    return Inputs(*tensors, block_mask=_block_mask(case, device))
+    query_tensor, key_tensor, value_tensor, dout_tensor = tensors
+    return Inputs(query_tensor, key_tensor, value_tensor, dout_tensor, _block_mask(case, device))
 
 
 def _factors(score: float, scale: float) -> tuple[float, float]:

@@ -42,10 +42,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--dtype", action="append", default=[], choices=DTYPES, help="only this dtype; repeatable")
     group.addoption("--device", choices=("cpu", "cuda"), help="only on this device")
+    group.addoption("--records", metavar="FILE", help="where the run's records go, instead of a file of its own in reports/runs")
     group.addoption("--case", metavar="LINE", help="only this case, as a report prints it; every check that takes it runs it")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--benchmark-only", default=False):
+        config.option.benchmark_skip = True  # timed tests run when they are asked for, and then alone
     config.addinivalue_line("markers", "check(grid=..., claims=(), single=True): a check of an implementation over a grid of cases; single: it takes a --case")
     config.addinivalue_line("markers", "gpu: runs on a CUDA device")
     # The cases are small: a second thread waits more than it computes, and workers (-n) use the other cores better.
@@ -81,7 +85,7 @@ class State:
         worker = getattr(config, "workerinput", None)
         self.run: str = worker["flashproof_run"] if worker else f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
         self.is_worker = worker is not None
-        self.path = RUNS / f"{self.run}.jsonl"
+        self.path = Path(config.getoption("--records") or RUNS / f"{self.run}.jsonl")
         self.written = 0
         self.passed: dict[str, int] = {}
         self.targets = self._targets()
@@ -226,7 +230,7 @@ def _defect(state: State, item: pytest.Item, target: Target) -> dict[str, str] |
             and target.dtype in defect["dtypes"]
             and _check_name(item) in defect["checks"]
         ):
-            return defect  # type: ignore[no-any-return]
+            return defect
     return None
 
 
@@ -368,7 +372,8 @@ def _environment(run: str) -> Environment:
         if loaded is not None and hasattr(loaded, "__version__"):
             versions[module] = str(loaded.__version__)
     if cuda:
-        versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())} | _driver()
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        versions |= {"cuda": str(torch.version.cuda), "cudnn": str(cudnn)} | _driver()
     return Environment(
         run=run,
         date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",

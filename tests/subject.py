@@ -95,10 +95,18 @@ class Subject:
             self.fail(case, f"{message}: {name} holds NaN")
             return
         index = tuple(int(i) for i in apart.nonzero()[0])
-        self.fail(
-            case,
-            f"{message}: {name} differs in {int(apart.sum())} of {apart.numel()} elements, first at {list(index)}: {first[index].item()} and {second[index].item()}",
-        )
+        values = f"{first[index].item()} and {second[index].item()}"
+        self.fail(case, f"{message}: {name} differs in {int(apart.sum())} of {apart.numel()} elements, first at {list(index)}: {values}")
+
+    def varies(self, case: Case, name: TensorName, given: Inputs, first: Tensor) -> bool:
+        """Whether the same call gives other bits in this tensor from one run to the next, as sums by atomics do; never of those that claim otherwise."""
+        if self.implementation.supports.deterministic:
+            return False
+        for _ in range(16):
+            again = self.attend(case, backward=name in BACKWARD, given=given)
+            if again is None or not torch.equal(again[name], first):
+                return True
+        return False
 
     def fail(self, case: Case, message: str) -> None:
         """Records a failure without figures."""
@@ -211,8 +219,9 @@ class Subject:
         worst = rho.worst
         axes = ("batch", "head", "query", "dim") if judged.tensor in ("out", "lse", "dq") else ("batch", "head", "key", "dim")
         place = ", ".join(f"{axis} {i}" for axis, i in zip(axes, worst.index, strict=False))
+        figures = f"rho {rho.value:.3g}   error {worst.error:.2g}, {gate} {worst.bound:.2g}, {judged.certainty}"
         lines = [
-            f"{self.implementation.name}  {judged.tensor}  {self.dtype}  rho {rho.value:.3g}   error {worst.error:.2g}, {gate} {worst.bound:.2g}, {judged.certainty}",
+            f"{self.implementation.name}  {judged.tensor}  {self.dtype}  {figures}",
             f"worst at [{place}]: got {worst.got:.6g}, exact {worst.exact:.6g}",
             judging.describe_row(case, self.device, worst.index, judged.tensor),
         ]

@@ -102,7 +102,6 @@ flash = Implementation(
         grouped_heads=True,
         cross_lengths=True,
         strided=True,
-        linear_memory=True,
     ),
     summary="FlashAttention-2 as shipped with PyTorch.",
     missing=not_on_cuda,
@@ -113,7 +112,7 @@ efficient = Implementation(
     name="sdpa.efficient",
     attention=unit_stride(pinned(SDPBackend.EFFICIENT_ATTENTION)),
     supports=Supports(
-        devices=("cuda",), causal=("top_left",), scale="positive", cross_lengths=True, strided=True, dims=(8, 256), dim_multiple=8, linear_memory=True
+        devices=("cuda",), causal=("top_left",), scale="positive", cross_lengths=True, strided=True, dims=(8, 256), dim_multiple=8
     ),
     arithmetic=arithmetic_of_efficient,
     summary="xFormers' memory-efficient kernel (CUTLASS) as shipped with PyTorch.",
@@ -134,7 +133,6 @@ cudnn = Implementation(
         strided=True,
         dims=(8, 128),
         dim_multiple=8,
-        linear_memory=True,
     ),
     summary="cuDNN's fused attention, through PyTorch.",
     missing=not_on_cuda,

@@ -68,11 +68,11 @@ class Tiles:
 # On a GPU, by the bits of the dtype and the largest head dim: no register spilled up to dim 128 on sm_80, sm_90 and sm_100, shared memory within the
 # 163 KB of sm_80. float32 products run on the plain units, whose operands pass through registers.
 TILES = {
-    (16, 64): Tiles(forward=Tile(128, 64, 4, 3), dkey_dvalue=Tile(64, 128, 8, 2), dquery=Tile(128, 64, 8, 2)),
-    (16, 128): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(64, 64, 8, 2), dquery=Tile(128, 32, 8, 2)),
+    (16, 64): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(64, 64, 8, 2), dquery=Tile(128, 64, 8, 2)),
+    (16, 128): Tiles(forward=Tile(128, 32, 8, 3), dkey_dvalue=Tile(32, 64, 8, 2), dquery=Tile(128, 32, 8, 2)),
     (16, 256): Tiles(forward=Tile(64, 32, 4, 2), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(64, 32, 8, 2)),
     (32, 64): Tiles(forward=Tile(64, 32, 8, 2), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(64, 32, 8, 2)),
-    (32, 128): Tiles(forward=Tile(32, 32, 8, 1), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(32, 16, 8, 2)),
+    (32, 128): Tiles(forward=Tile(32, 32, 8, 1), dkey_dvalue=Tile(16, 32, 8, 2), dquery=Tile(32, 16, 8, 2)),
     (32, 256): Tiles(forward=Tile(16, 16, 8, 1), dkey_dvalue=Tile(16, 16, 8, 1), dquery=Tile(16, 16, 8, 1)),
 }
 # With dropout in 16 bit, up to dim 128: the ten rounds of Philox need registers of their own.
@@ -455,10 +455,10 @@ def forward_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, out: T
 
 
 def delta_launch(call: Call, out: Tensor, dout: Tensor, delta: Tensor) -> Launch:
-    """One program for each 64 queries of each head. Fills delta."""
+    """One program for each 32 queries of each head. Fills delta."""
     arguments = with_strides(out=out, dout=dout) | {"delta": delta, "heads": call.heads, "queries": call.queries}
-    constants = {"DIM": call.dim, "PADDED_DIM": padded_dim(call.dim), "QUERIES": 64}
-    return Launch(delta_kernel, (triton.cdiv(call.queries, 64) * call.heads * call.batch,), arguments | constants, num_warps=4, num_stages=1)
+    constants = {"DIM": call.dim, "PADDED_DIM": padded_dim(call.dim), "QUERIES": 32}
+    return Launch(delta_kernel, (triton.cdiv(call.queries, 32) * call.heads * call.batch,), arguments | constants, num_warps=4, num_stages=1)
 
 
 def dkey_dvalue_launch(

@@ -406,10 +406,10 @@ def forward_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, out: T
 
 
 def delta_launch(call: Call, out: Tensor, dout: Tensor, delta: Tensor) -> Launch:
-    """One program for each 64 queries of each head. Fills delta."""
+    """One program for each 32 queries of each head. Fills delta."""
     arguments = with_strides(out=out, dout=dout) | {"delta": delta, "heads": call.heads, "queries": call.queries}
-    constants = {"DIM": call.dim, "PADDED_DIM": padded_dim(call.dim), "QUERIES": 64}
-    return Launch(delta_kernel, (triton.cdiv(call.queries, 64) * call.heads * call.batch,), arguments | constants, num_warps=4, num_stages=1)
+    constants = {"DIM": call.dim, "PADDED_DIM": padded_dim(call.dim), "QUERIES": 32}
+    return Launch(delta_kernel, (triton.cdiv(call.queries, 32) * call.heads * call.batch,), arguments | constants, num_warps=4, num_stages=1)
 
 
 def dkey_dvalue_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dkey: Tensor, dvalue: Tensor) -> Launch:

@@ -9,7 +9,7 @@ from tests import grids
 from tests.cases import Inputs, inputs
 from tests.subject import Subject
 
-RUNS = {"cpu": 2, "cuda": 20}
+RUNS = {"cpu": 2, "cuda": 10}
 
 
 @pytest.mark.check(grid=grids.repeated, claims=("deterministic",))

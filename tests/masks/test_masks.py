@@ -9,10 +9,11 @@ from torch import Tensor
 
 from tests import grids
 from tests.cases import Case, Inputs, inputs
+from tests.running import TensorName
 from tests.subject import BACKWARD, FORWARD, Subject
 
 
-def _tensors(subject: Subject) -> tuple[str, ...]:
+def _tensors(subject: Subject) -> tuple[TensorName, ...]:
     return FORWARD + BACKWARD if subject.implementation.supports.backward else FORWARD
 
 
@@ -20,7 +21,7 @@ def _tensors(subject: Subject) -> tuple[str, ...]:
 def test_masked(subject: Subject) -> None:
     """Causal at queries <, =, > keys, both alignments, block masks: inside the bound."""
     for case in subject.cases:
-        subject.judge(case, _tensors(subject))  # type: ignore[arg-type]
+        subject.judge(case, _tensors(subject))
 
 
 @pytest.mark.check(grid=grids.masked)
@@ -59,9 +60,11 @@ def _replace_hidden(subject: Subject, *, large: bool) -> None:
             continue
         message = f"{'large values' if large else 'NaN'} in keys and values that no query sees changed what these queries answer"
         for name in _tensors(subject):
-            if name not in first:  # type: ignore[comparison-overlap]
+            if name not in first:
                 continue
-            one, two = first[name], second[name]  # type: ignore[index]
+            if not torch.equal(first[name], second[name]) and subject.varies(case, name, plain, first[name]):
+                continue  # no two runs agree: only the bound can judge it, and it does so in every other check
+            one, two = first[name], second[name]
             if name in ("dk", "dv"):
                 one, two = torch.where(hidden, 0.0, one), torch.where(hidden, 0.0, two)
             else:
@@ -95,6 +98,9 @@ def test_memory_outside_changes_nothing(subject: Subject) -> None:
         if clean is None or poisoned is None:
             continue
         for name in clean.tensors:
+            if not torch.equal(clean[name], poisoned[name]) and subject.varies(case, name, inputs(case, subject.device, 0.0), clean[name]):
+                subject.judge_answer(poisoned, case, (name,))
+                continue
             subject.expect_equal(clean[name], poisoned[name], case, name, "NaN in memory outside the tensors changed the result")
 
 
@@ -102,7 +108,7 @@ def test_memory_outside_changes_nothing(subject: Subject) -> None:
 def test_empty_rows(subject: Subject) -> None:
     """A query that sees no key: output 0, lse -inf, gradient 0; and nothing of it in the gradients of keys and values."""
     for case in subject.cases:
-        subject.judge(case, _tensors(subject))  # type: ignore[arg-type]
+        subject.judge(case, _tensors(subject))
 
 
 @pytest.mark.check(grid=grids.bottom_right_pairs)

@@ -33,7 +33,7 @@ def _peak_on_cpu(call: Callable[[], Result]) -> tuple[int, Result]:
     # The profiler reports each allocation and release of torch's CPU allocator, those inside operators written in C++ too.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = call()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()

@@ -4,6 +4,7 @@ The table of the report: sequence length, bytes of the full attention matrix, by
 """
 
 import time
+from typing import Literal
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.plugin import Recorder
 from tests.running import arguments
 from tests.subject import Subject
 
+Direction = Literal["forward", "backward"]
 SECONDS = {"cpu": 2.0, "cuda": 5.0}  # a length that took longer than this is the last one measured
 MATRIX_BYTES = {"cpu": 2**28, "cuda": 2**34}  # nor is one whose full attention matrix is larger, unless memory was seen to be linear
 
@@ -23,7 +25,7 @@ MATRIX_BYTES = {"cpu": 2**28, "cuda": 2**34}  # nor is one whose full attention 
 @pytest.mark.check(grid=grids.memory, single=False)
 def test_memory_growth(subject: Subject, recorder: Recorder) -> None:
     """Measures as far as time allows. An implementation that claims linear memory at most doubles it when the sequence doubles."""
-    before: dict[str, int] = {}
+    before: dict[Direction, int] = {}
     for case in subject.cases:
         if _matrix_bytes(case) > MATRIX_BYTES[subject.device] and not subject.implementation.supports.linear_memory:
             break
@@ -31,14 +33,14 @@ def test_memory_growth(subject: Subject, recorder: Recorder) -> None:
             break  # it does not even answer; if it does, kernels are now compiled and caches filled
         started = time.perf_counter()
         measured = _measure(subject, case)
-        for direction, count in measured.items():
+        for direction, count in measured:
             recorder.add(
                 Memory(
                     run=recorder.run,
                     implementation=subject.implementation.name,
                     device=subject.device,
                     dtype=subject.dtype,
-                    direction=direction,  # type: ignore[arg-type]
+                    direction=direction,
                     length=case.queries,
                     heads=case.batch * case.heads,
                     dim=case.dim,
@@ -52,7 +54,7 @@ def test_memory_growth(subject: Subject, recorder: Recorder) -> None:
                 subject.expect(count <= 2 * before[direction], case, message)
             else:
                 subject.judged += 1
-        before = measured
+        before = dict(measured)
         if time.perf_counter() - started > SECONDS[subject.device]:
             break
 
@@ -62,17 +64,17 @@ def _matrix_bytes(case: Case) -> int:
     return case.batch * case.heads * case.queries * case.keys * size
 
 
-def _measure(subject: Subject, case: Case) -> dict[str, int]:
+def _measure(subject: Subject, case: Case) -> list[tuple[Direction, int]]:
     """Bytes beyond inputs and outputs (gradients are outputs of the backward), by direction."""
     given, implementation = inputs(case, subject.device), subject.implementation
     leaves = [tensor.detach().requires_grad_(implementation.supports.backward) for tensor in (given.query, given.key, given.value)]
     keywords = arguments(case, implementation.supports, given)
     peak, returned = peak_bytes(lambda: implementation.attention(*leaves, **keywords), subject.device)
     outputs = returned if isinstance(returned, tuple) else (returned,)
-    measured = {"forward": peak - _bytes(outputs)}
-    if implementation.supports.backward and outputs[0].requires_grad:  # type: ignore[attr-defined]
-        peak, gradients = peak_bytes(lambda: torch.autograd.grad(outputs[0], leaves, given.dout), subject.device)  # type: ignore[arg-type]
-        measured["backward"] = peak - _bytes(gradients)
+    measured: list[tuple[Direction, int]] = [("forward", peak - _bytes(outputs))]
+    if implementation.supports.backward and outputs[0].requires_grad:
+        peak, gradients = peak_bytes(lambda: torch.autograd.grad(outputs[0], leaves, given.dout), subject.device)
+        measured.append(("backward", peak - _bytes(gradients)))
     return measured
 
 

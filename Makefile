@@ -1,0 +1,32 @@
+# make report   verify every implementation that can run on this machine; the report is reports/site/index.html
+# make test     the whole suite, with the tests of the suite itself
+# Both set up .venv first, with pip alone.
+
+PYTHON ?= python3
+VENV := .venv
+WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: report test venv lint clean
+
+report: venv
+	@rm -f reports/runs/latest.jsonl
+	$(VENV)/bin/pytest -n $(WORKERS) --impl '*' --records reports/runs/latest.jsonl; status=$$?; \
+	$(VENV)/bin/python -m reports $(wildcard reports/records/*.jsonl) reports/runs/latest.jsonl -o reports/site && exit $$status
+
+test: venv
+	$(VENV)/bin/pytest -n $(WORKERS)
+
+lint: venv
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+venv: $(VENV)/.done
+
+$(VENV)/.done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) reports/site reports/runs
