@@ -69,7 +69,7 @@ class Tiles:
 # 163 KB of sm_80. float32 products run on the plain units, whose operands pass through registers.
 TILES = {
     (16, 64): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(64, 64, 8, 2), dquery=Tile(128, 64, 8, 2)),
-    (16, 128): Tiles(forward=Tile(128, 32, 8, 3), dkey_dvalue=Tile(32, 64, 8, 2), dquery=Tile(128, 32, 8, 2)),
+    (16, 128): Tiles(forward=Tile(128, 32, 8, 2), dkey_dvalue=Tile(32, 64, 8, 2), dquery=Tile(128, 32, 8, 2)),
     (16, 256): Tiles(forward=Tile(64, 32, 4, 2), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(64, 32, 8, 2)),
     (32, 64): Tiles(forward=Tile(64, 32, 8, 2), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(64, 32, 8, 2)),
     (32, 128): Tiles(forward=Tile(32, 32, 8, 1), dkey_dvalue=Tile(16, 32, 8, 2), dquery=Tile(32, 16, 8, 2)),
@@ -194,7 +194,7 @@ def attend(
     return accumulator, maximum, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("offset", "seed", "last_dropped"))
 def forward_kernel(
     query, key, value, out, lse, lists,
     query_strides, key_strides, value_strides, out_strides, lists_strides,
@@ -317,7 +317,7 @@ def gradients_of_keys(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("offset", "seed", "last_dropped"))
 def dkey_dvalue_kernel(
     query, key, value, dout, lse, delta, dkey, dvalue, lists,
     query_strides, key_strides, value_strides, dout_strides, dkey_strides, dvalue_strides, lists_strides,
@@ -399,7 +399,7 @@ def gradients_of_queries(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("offset", "seed", "last_dropped"))
 def dquery_kernel(
     query, key, value, dout, lse, delta, dquery, lists,
     query_strides, key_strides, value_strides, dout_strides, dquery_strides, lists_strides,

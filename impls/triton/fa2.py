@@ -126,7 +126,7 @@ def attend(
     return accumulator, maximum, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("offset", "seed", "last_dropped"))
 def forward_kernel(
     query, key, value, out, lse,
     query_strides, key_strides, value_strides, out_strides,
@@ -255,7 +255,7 @@ def gradients_of_keys(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("offset", "seed", "last_dropped"))
 def dkey_dvalue_kernel(
     query, key, value, dout, lse, delta, dkey, dvalue,
     query_strides, key_strides, value_strides, dout_strides, dkey_strides, dvalue_strides,
@@ -346,7 +346,7 @@ def gradients_of_queries(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("offset", "seed", "last_dropped"))
 def dquery_kernel(
     query, key, value, dout, lse, delta, dquery,
     query_strides, key_strides, value_strides, dout_strides, dquery_strides,
