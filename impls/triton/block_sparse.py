@@ -33,6 +33,7 @@ from impls.triton.primitives import (
     head_of,
     kept,
     load_tile,
+    missing,
     padded_dim,
     rounded,
     store_tile,
@@ -601,5 +602,6 @@ implementation = Implementation(
         batch_invariant=True,
     ),
     arithmetic=_arithmetic,
+    missing=missing,
     summary="FlashAttention-2 over a block mask in Triton: empty blocks are skipped, only partial ones are masked, forward and backward.",
 )

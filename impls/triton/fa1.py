@@ -41,6 +41,7 @@ from impls.triton.primitives import (
     dot,
     kept,
     load_tile,
+    missing,
     padded_dim,
     rounded,
     store_tile,
@@ -370,4 +371,5 @@ implementation = Implementation(
         batch_invariant=True,
     ),
     arithmetic=arithmetic,
+    missing=missing,
 )

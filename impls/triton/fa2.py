@@ -36,6 +36,7 @@ from impls.triton.primitives import (
     head_of,
     kept,
     load_tile,
+    missing,
     padded_dim,
     rounded,
     store_tile,
@@ -543,5 +544,6 @@ implementation = Implementation(
         batch_invariant=True,
     ),
     arithmetic=_arithmetic,
+    missing=missing,
     summary="FlashAttention-2 in Triton: query tiles in parallel, statistics on chip, a backward of two kernels without atomics.",
 )

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from impls.spec import Device
+
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2_E = tl.constexpr(math.log2(math.e))
 INFINITY = tl.constexpr(math.inf)
@@ -112,6 +114,13 @@ def kept(seed, last_dropped, batch, head, query, key):
 
 
 # ------------------------------------------------------------------------------------------------------------------------------ host
+
+
+def missing(device: Device) -> str | None:
+    """Why the kernels cannot run on a device, or None. Compiled, they take tensors of a GPU; interpreted, those of the CPU."""
+    if device == "cuda":
+        return None if torch.cuda.is_available() else "CUDA: no device"
+    return None if INTERPRETED.value else "Triton: not interpreted"
 
 
 def padded_dim(dim: int) -> int:
