@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from hypothesis import HealthCheck, Phase, settings
 
-EXAMPLES = 15  # per search, implementation and dtype; the interpreter takes about a second for each
+EXAMPLES = 10  # per search, implementation and dtype; the interpreter takes about a second for each
 THOROUGH_EXAMPLES = 5000
 
 settings.register_profile("dev", max_examples=EXAMPLES)
