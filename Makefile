@@ -4,17 +4,16 @@
 
 PYTHON ?= python3
 VENV := .venv
-WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
 .PHONY: report test venv lint clean
 
 report: venv
 	@rm -f reports/runs/latest.jsonl
-	$(VENV)/bin/pytest -n $(WORKERS) --impl '*' --records reports/runs/latest.jsonl; status=$$?; \
+	$(VENV)/bin/pytest --impl '*' --records reports/runs/latest.jsonl; status=$$?; \
 	$(VENV)/bin/python -m reports $(wildcard reports/records/*.jsonl) reports/runs/latest.jsonl -o reports/site && exit $$status
 
 test: venv
-	$(VENV)/bin/pytest -n $(WORKERS)
+	$(VENV)/bin/pytest
 
 lint: venv
 	$(VENV)/bin/ruff check .

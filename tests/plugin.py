@@ -57,6 +57,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[STATE] = State.of(config)
 
 
+WORKERS_ON_GPU = 12  # processes that share one GPU: most of their time goes into compiling kernels
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Processes, unless -n says: one a core. None beside this one for one case, and for benchmarks, which must have the machine to themselves."""
+    if config.getoption("--benchmark-only", default=False) or config.getoption("--case") or config.option.collectonly:
+        return 0
+    config.option.dist = "worksteal"
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, WORKERS_ON_GPU) if torch.cuda.is_available() else cores
+
+
 # ------------------------------------------------------------------------------------------------ what is run over what
 
 
