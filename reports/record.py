@@ -1,5 +1,6 @@
 """Records: what a run found, one JSON object a line, appended while the run goes, so that nothing is lost when it dies."""
 
+import gzip
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,8 +168,12 @@ def append(path: Path, record: Record) -> None:
 
 
 def read(path: Path) -> Iterator[Record]:
-    """The records of a file, in order. Raises ValueError naming the file and the line that cannot be read; a torn last line is passed over."""
-    lines = path.read_bytes().split(b"\n")
+    """The records of a file, in order; one that ends in .gz is unpacked.
+
+    Raises ValueError naming the file and the line that cannot be read; a torn last line is passed over.
+    """
+    content = path.read_bytes()
+    lines = (gzip.decompress(content) if path.suffix == ".gz" else content).split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 from impls.call import Call, check_call
 from impls.spec import Alignment, Arithmetic, Device, Dtype, Implementation, Supports
 from impls.triton.primitives import (
+    ANY_VALUE,
     INFINITY,
     INTERPRETED,
     Launch,
@@ -91,7 +92,7 @@ def finite(maximum):
     return tl.where(maximum == -INFINITY, 0.0, maximum)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_VALUE)
 def forward_kernel(
     query, key, value, query_strides, key_strides, value_strides,
     out, row_max, row_sum,  # contiguous and float32; they enter as 0, -inf, 0
@@ -156,7 +157,7 @@ def forward_kernel(
         tl.debug_barrier()  # the next key tile reads what other threads of this program wrote
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_VALUE)
 def backward_kernel(
     query, key, value, dout, query_strides, key_strides, value_strides, dout_strides,
     out, row_max, row_sum,  # contiguous, as the forward left them; out in the inputs' dtype

@@ -1,5 +1,6 @@
 """Records survive the way to the file and back, whatever they hold and however the run ended."""
 
+import gzip
 import math
 from pathlib import Path
 
@@ -36,6 +37,13 @@ def test_a_torn_last_line_loses_nothing_before_it(tmp_path: Path) -> None:
     for torn in range(last + 1, len(whole) - 1):  # every place at which the writer can die, inside a letter too
         path.write_bytes(whole[:torn])
         assert list(read(path)) == records[:2]
+
+
+def test_a_packed_file_reads_as_the_file(tmp_path: Path) -> None:
+    path = building.write(tmp_path / "run.jsonl", [building.environment(), building.judgement()])
+    packed = tmp_path / "run.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert list(read(packed)) == list(read(path))
 
 
 def test_a_broken_line_before_the_last_is_named(tmp_path: Path) -> None:
