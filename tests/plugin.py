@@ -12,7 +12,7 @@ import sys
 import tomllib
 import uuid
 from collections.abc import Generator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -156,7 +156,7 @@ def _parsed_case(line: str | None) -> Case | None:
 def _loaded(name: str, *, asked_for: bool) -> tuple[Implementation | None, str | None]:
     """The implementation, or why there is none: an optional backend that is absent. An error of what was named on the command line is one."""
     try:
-        return catalogue.load(name), None
+        return replace(catalogue.load(name), name=name), None  # the run knows it by the name that loads it again
     except ImportError as error:
         if asked_for and ":" in name:
             raise

@@ -11,6 +11,7 @@ import torch
 import impls
 from impls import catalogue
 from impls.spec import Implementation, Supports
+from tests import plugin
 
 ROOT = Path(impls.__file__).parent.parent
 OWN = ("tiled", "triton")  # folders in which a file is an implementation, or something that implementations share
@@ -149,6 +150,14 @@ def test_an_implementation_of_a_file(mine: Path) -> None:
     assert nameless.name == f"{mine}:nameless"
     assert nameless.supports == Supports(dims=(8, 64))
     assert not nameless.bare
+
+
+def test_a_run_goes_by_the_name_it_was_given(mine: Path) -> None:
+    """Records and the command that repeats a case carry a name that `--impl` takes, whatever an `Implementation` calls itself."""
+    implementation, missing = plugin._loaded(f"{mine}:named", asked_for=True)
+    assert missing is None
+    assert implementation is not None
+    assert implementation.name == f"{mine}:named"
 
 
 def test_a_module() -> None:
