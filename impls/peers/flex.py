@@ -17,7 +17,7 @@ from impls.spec import Alignment, Device, Implementation, Supports
 @cache
 def compiled() -> Any:
     """FlexAttention as a kernel. Uncompiled it would be textbook attention, so what cannot be compiled is an error (`fullgraph`)."""
-    return torch.compile(flex_attention, fullgraph=True, dynamic=True)
+    return torch.compile(flex_attention, fullgraph=True)
 
 
 def attention(

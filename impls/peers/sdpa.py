@@ -111,9 +111,7 @@ flash = Implementation(
 efficient = Implementation(
     name="sdpa.efficient",
     attention=unit_stride(pinned(SDPBackend.EFFICIENT_ATTENTION)),
-    supports=Supports(
-        devices=("cuda",), causal=("top_left",), scale="positive", cross_lengths=True, strided=True, dims=(8, 256), dim_multiple=8
-    ),
+    supports=Supports(devices=("cuda",), causal=("top_left",), scale="positive", cross_lengths=True, strided=True, dims=(8, 256), dim_multiple=8),
     arithmetic=arithmetic_of_efficient,
     summary="xFormers' memory-efficient kernel (CUTLASS) as shipped with PyTorch.",
     missing=not_on_cuda,
