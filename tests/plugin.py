@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[STATE] = State.of(config)
 
 
-WORKERS_ON_GPU = 12  # processes that share one GPU: most of their time goes into compiling kernels
+WORKERS_ON_GPU = 16  # processes that share one GPU: most of their time goes into compiling kernels
 
 
 @pytest.hookimpl(optionalhook=True)

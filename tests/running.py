@@ -1,6 +1,7 @@
 """Runs an implementation on a case and says what came of it: tensors, a refusal, or a fault."""
 
 import time
+import warnings
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -63,6 +64,12 @@ def attend(implementation: Implementation, case: Case, inputs: Inputs, *, backwa
 
     A refusal is an exception of a kind that says "not this input", at the first call and of a bare callable only; one with claims has said what it takes.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # errors in the suite itself; what a kernel warns of is no fault of its arithmetic
+        return _attend(implementation, case, inputs, backward)
+
+
+def _attend(implementation: Implementation, case: Case, inputs: Inputs, backward: bool) -> Answer:
     leaves = tuple(tensor.detach().requires_grad_(backward) for tensor in (inputs.query, inputs.key, inputs.value))
     keywords = arguments(case, implementation.supports, inputs)
     started = time.perf_counter()
@@ -121,8 +128,8 @@ def _declines(error: Exception) -> bool:
 
 
 def _said(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 def _synchronise(inputs: Inputs) -> None:

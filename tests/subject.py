@@ -149,6 +149,8 @@ class Subject:
         try:
             attempt()
         except (AssertionError, hypothesis.errors.Flaky, ExceptionGroup):
+            if not failed:
+                raise  # not of the kernel: the search itself is at fault
             verdicts, case, seconds, fault = failed[-1]  # Hypothesis ends with the smallest case that it found
             if fault:
                 self.fail(case, fault)
