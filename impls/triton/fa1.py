@@ -10,7 +10,7 @@ The first paper asks how attention can be computed without ever writing the quer
 So the output crosses to device memory once per key tile. That is what FlashAttention-2 turned around, and what `tests/memory/test_traffic.py` counts.
 
 Two things are not the paper's. O and dQ, which are rewritten at each step, are float32 in device memory for 16-bit inputs too and are rounded once at the end:
-rounding them at every step would add an error for each key tile, and the arithmetic claimed below would be untrue. And the gradients of a grouped key head are
+rounding them at every step would add an error for each key tile, and the arithmetic claimed below would be untrue. And the weights of a grouped key head are
 summed over its query heads by the one program that owns it, so nothing needs atomics and every run is bitwise the same.
 
 Numbers. q k is computed raw and all scaling waits for the exponent: a weight is 2^((q k - m) c), with m the largest raw q k and c = |scale| log2(e).
@@ -33,7 +33,6 @@ from torch.autograd.function import once_differentiable
 from impls.call import Call, check_call
 from impls.spec import Alignment, Arithmetic, Device, Dtype, Implementation, Supports
 from impls.triton.primitives import (
-    ANY_VALUE,
     INFINITY,
     INTERPRETED,
     Launch,
@@ -92,7 +91,7 @@ def finite(maximum):
     return tl.where(maximum == -INFINITY, 0.0, maximum)
 
 
-@triton.jit(do_not_specialize=ANY_VALUE)
+@triton.jit
 def forward_kernel(
     query, key, value, query_strides, key_strides, value_strides,
     out, row_max, row_sum,  # contiguous and float32; they enter as 0, -inf, 0
@@ -157,7 +156,7 @@ def forward_kernel(
         tl.debug_barrier()  # the next key tile reads what other threads of this program wrote
 
 
-@triton.jit(do_not_specialize=ANY_VALUE)
+@triton.jit
 def backward_kernel(
     query, key, value, dout, query_strides, key_strides, value_strides, dout_strides,
     out, row_max, row_sum,  # contiguous, as the forward left them; out in the inputs' dtype

@@ -26,7 +26,6 @@ from torch.autograd.function import once_differentiable
 from impls.call import Call, check_call
 from impls.spec import Alignment, Arithmetic, Device, Dtype, Implementation, Supports
 from impls.triton.primitives import (
-    ANY_VALUE,
     INFINITY,
     INTERPRETED,
     LOG2_E,
@@ -128,7 +127,7 @@ def attend(
     return accumulator, maximum, total
 
 
-@triton.jit(do_not_specialize=ANY_VALUE)
+@triton.jit(do_not_specialize=("offset", "seed", "last_dropped"))
 def forward_kernel(
     query, key, value, out, lse,
     query_strides, key_strides, value_strides, out_strides,
@@ -185,7 +184,7 @@ def forward_kernel(
 # --------------------------------------------------------------------------------------------------------------------------- backward
 
 
-@triton.jit(do_not_specialize=ANY_VALUE)
+@triton.jit
 def delta_kernel(
     out, dout, delta,
     out_strides, dout_strides,
@@ -257,7 +256,7 @@ def gradients_of_keys(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=ANY_VALUE)
+@triton.jit(do_not_specialize=("offset", "seed", "last_dropped"))
 def dkey_dvalue_kernel(
     query, key, value, dout, lse, delta, dkey, dvalue,
     query_strides, key_strides, value_strides, dout_strides, dkey_strides, dvalue_strides,
@@ -348,7 +347,7 @@ def gradients_of_queries(
     return dq
 
 
-@triton.jit(do_not_specialize=ANY_VALUE)
+@triton.jit(do_not_specialize=("offset", "seed", "last_dropped"))
 def dquery_kernel(
     query, key, value, dout, lse, delta, dquery,
     query_strides, key_strides, value_strides, dout_strides, dquery_strides,

@@ -21,9 +21,6 @@ from impls.spec import Device
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2_E = tl.constexpr(math.log2(math.e))
 INFINITY = tl.constexpr(math.inf)
-# Arguments for whose values no kernel is compiled: a new dropout seed or alignment is served by the code that is there. Lengths and head counts are not
-# among them: a kernel that does not know that groups is 1 spills.
-ANY_VALUE = ("offset", "seed", "last_dropped")
 
 
 def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
