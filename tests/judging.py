@@ -57,15 +57,20 @@ class Judged:
 _sampled: set[Case] = set()  # long cases whose float64 answer was held against balls
 
 
-@lru_cache(maxsize=128)
 def exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
+    """What a case is judged by. Remembered, since every implementation and several checks ask for the same; of the long ones, which are large, only a few."""
+    if case.batch * case.heads * case.queries * case.keys >= SCORES_FOR_A_GPU:
+        return _exact_long(case, arithmetic, device)
+    return _exact_short(case, arithmetic, "cpu")
+
+
+def _exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
     """The exact result of a case and the bound of a claim: certified when small, float64 with its own bound otherwise, sampled rows when long.
 
-    On the CPU, whatever the device: that is where they are compared. Only long sequences are computed on a GPU, since many processes share it and a
-    small step waits longer for its turn than it takes.
+    The result is on the CPU, whatever the device: that is where they are compared. Only long sequences are computed on a GPU, since many processes share it
+    and a small step waits longer for its turn than it takes.
     """
-    scores = case.batch * case.heads * case.queries * case.keys
-    problem = inputs(case, device if scores >= SCORES_FOR_A_GPU else "cpu").problem(case)
+    problem = inputs(case, device).problem(case)
     claim = bounds.Claim(arithmetic)
     evaluation = bounds.evaluate(problem, [claim, bounds.FLOAT64, bounds.without_casts(claim)])
     answer, (bound, error, statistical) = _on_cpu(evaluation.answer), (_on_cpu(each) for each in evaluation.bounds)
@@ -80,6 +85,10 @@ def exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
             _sampled.add(case)
         certainty = "sampled"
     return Exact(answer, error, bound, statistical, bounds.has_statistical_gate(problem, arithmetic), casts, certainty)
+
+
+_exact_short = lru_cache(maxsize=256)(_exact)
+_exact_long = lru_cache(maxsize=4)(_exact)
 
 
 @lru_cache(maxsize=256)

@@ -210,8 +210,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [item for item in checks if _target(item) is not None]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
-    # Dtype by dtype, so that what the oracles computed for a case serves every check and implementation before it is forgotten.
-    items.sort(key=lambda item: str((target.device, target.dtype)) if (target := _target(item)) else "")
+    # The checks with the most cases first, so that no long one is left to the end; and those of one grid together, whose exact results are then remembered.
+    items.sort(key=lambda item: _weight(state, item))
     for item in items:
         target = _target(item)
         if target is None:
@@ -226,6 +226,11 @@ def _target(item: pytest.Item) -> Target | None:
     callspec = getattr(item, "callspec", None)
     target = callspec.params.get("subject") if callspec else None
     return target if isinstance(target, Target) else None
+
+
+def _weight(state: State, item: pytest.Item) -> tuple[str, int]:
+    target, marker = _target(item), item.get_closest_marker("check")
+    return ("", 0) if target is None or marker is None else (target.device, -len(state.cases(marker, target)))
 
 
 def _check_name(item: pytest.Item) -> str:
@@ -404,8 +409,8 @@ def _commit() -> str:
 
     try:
         return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    except (OSError, subprocess.CalledProcessError):  # a copy without its history
+        return os.environ.get("GITHUB_SHA", "unknown")[:12]
 
 
 def _processor() -> str:
