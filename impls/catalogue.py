@@ -151,14 +151,14 @@ def _file(path: Path, name: str) -> ModuleType:
         spec.loader.exec_module(module)
     except ModuleNotFoundError as error:
         raise ImportError(f"{name}: {path} needs '{error.name}', which is not installed", name=error.name) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _failed(name, error) from error
     finally:
         sys.path.remove(str(path.parent))
     return module
 
 
-def _failed(name: str, error: Exception) -> ValueError:
+def _failed(name: str, error: BaseException) -> ValueError:
     """Not an ImportError: a broken module must not pass for one that is not installed."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return ValueError(f"{name}: importing it failed with {type(error).__name__}: {error} ({place.filename}, line {place.lineno})")

@@ -64,6 +64,8 @@ class Case:
             raise ValueError(f"kv_heads: {self.kv_heads} does not divide heads {self.heads}")
         if min(self.batch, self.heads, self.queries, self.keys, self.dim) < 1:
             raise ValueError(f"case: every size is at least 1 in {self!r}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout: {self.dropout:g} is no probability below 1")
 
     def __str__(self) -> str:
         heads = f"h{self.heads}" if self.kv_heads == self.heads else f"h{self.heads}/{self.kv_heads}"
@@ -88,7 +90,10 @@ class Case:
         """Reads a case's line. Words may stand in any order; what is left out keeps its default. Raises ValueError naming the word."""
         fields: dict[str, object] = {}
         for word in line.split():
-            fields |= _parse_word(word)
+            found = _parse_word(word)
+            if twice := fields.keys() & found.keys():
+                raise ValueError(f"case: the word {word!r} says a second time what {', '.join(sorted(twice))} is")
+            fields |= found
         return cls(**fields)  # type: ignore[arg-type]
 
     def with_dtype(self, dtype: Dtype) -> "Case":

@@ -46,7 +46,8 @@ class Judged:
     @property
     def worst_rho(self) -> float:
         """The larger of the two rhos."""
-        return max(self.rho.value, self.statistical.value if self.statistical else 0.0)
+        both = [self.rho.value] + ([self.statistical.value] if self.statistical else [])
+        return math.nan if any(math.isnan(value) for value in both) else max(both)
 
     @property
     def passed(self) -> bool:

@@ -93,7 +93,10 @@ class State:
     def __init__(self, config: pytest.Config) -> None:
         self.selected: list[str] = config.getoption("--impl")
         self.case = _parsed_case(config.getoption("--case"))
-        self.dtypes: list[Dtype] = [self.case.dtype] if self.case else (config.getoption("--dtype") or list(DTYPES))
+        asked: list[Dtype] = config.getoption("--dtype")
+        if self.case and asked and self.case.dtype not in asked:
+            raise ValueError(f"--dtype: the case is in {self.case.dtype}")
+        self.dtypes: list[Dtype] = [self.case.dtype] if self.case else (asked or list(DTYPES))
         self.device: Device | None = config.getoption("--device")
         worker = getattr(config, "workerinput", None)
         self.run: str = worker["flashproof_run"] if worker else f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
@@ -101,6 +104,7 @@ class State:
         self.path = Path(config.getoption("--records") or RUNS / f"{self.run}.jsonl")
         self.written = 0
         self.passed: dict[str, int] = {}
+        self.refused: dict[tuple[str, str], list[str]] = {}  # of an implementation and dtype, what it said for each case that it declined
         self.targets = self._targets()
         self.absences: list[Absence] = [
             Absence(run=self.run, implementation=target.name, device=target.device, dtype=target.dtype, reason="not possible here", message=target.missing)
@@ -144,13 +148,15 @@ class State:
         self.written += 1
         if isinstance(record, Judgement) and record.status == "passed":
             self.passed[record.implementation] = self.passed.get(record.implementation, 0) + 1
+        if isinstance(record, Judgement) and record.status == "refused":
+            self.refused.setdefault((record.implementation, record.dtype), []).append(record.message)
 
 
 STATE = pytest.StashKey[State]()
 
 
 def _parsed_case(line: str | None) -> Case | None:
-    return Case.parse(line) if line else None
+    return None if line is None else Case.parse(line)
 
 
 def _loaded(name: str, *, asked_for: bool) -> tuple[Implementation | None, str | None]:
@@ -350,10 +356,12 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def _unverified(state: State) -> list[str]:
-    """Selected implementations of which nothing was judged, although they could run here; or that were named and cannot run here."""
+    """Selected implementations of which nothing passed, although they could run here; or that were named and cannot run here; all, if nothing passed at all."""
     named = [name for name in state.selected if not any(letter in name for letter in "*?[")]
     reasons = {target.name: target.missing for target in state.targets}
-    return [name for name, missing in reasons.items() if not state.passed.get(name) and (missing is None or name in named)]
+    untouched = [name for name in named if name not in reasons]  # claims neither the dtype nor the device that was asked for
+    unverified = [name for name, missing in reasons.items() if not state.passed.get(name) and (missing is None or name in named)]
+    return untouched + unverified or ([] if any(state.passed.values()) else list(reasons) or state.selected)  # a run that verified nothing is no success
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -363,7 +371,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if state.selected:
         reasons = {target.name: target.missing for target in state.targets}
         for name in _unverified(state):
-            terminalreporter.write_line(f"not verified: {name} ({reasons[name] or 'no case was judged'})", red=True)
+            terminalreporter.write_line(f"not verified: {name} ({reasons.get(name) or 'no case was judged'})", red=True)
+        for (name, dtype), said in state.refused.items():
+            terminalreporter.write_line(f"refused: {name}, {dtype}, {len(said)} time{'s' if len(said) != 1 else ''}, first with: {said[0]}", yellow=True)
     if not state.written:
         return
     from reports.pages import write_site

@@ -135,7 +135,10 @@ class Subject:
                 failed.append(([], case, 0.0, str(fault)))
                 raise AssertionError(str(fault)) from fault
             if backward and not answer.has_gradient:
-                return
+                if self.implementation.bare:
+                    return
+                failed.append(([], case, 0.0, "the output carries no gradient, and backward is claimed"))
+                raise AssertionError("no gradient")
             verdicts = judging.judge(answer, case, self.implementation.arithmetic(self.dtype, self.device), names)
             rho = max((judged.worst_rho for judged in verdicts), default=0.0)
             if math.isfinite(rho):
