@@ -29,7 +29,7 @@ class Exact:
     bound: Attention
     statistical: Attention  # the probabilistic bound without 16-bit casts: the unit, or a part, of the bias
     gates: bool  # whether the probabilistic bound gates too
-    casts: list[Attention]  # what rounding the weights to nearest does here
+    casts: list[Attention]  # what roundings to nearest, of weights and of the output in delta, do here
     certainty: Certainty
 
 

@@ -105,6 +105,21 @@ def test_a_result_in_bfloat16_is_outside_the_bound_of_float16(line: str) -> None
     assert max(rhos(f"{line} float16", Roundings(weights=torch.float16, result=torch.bfloat16), Arithmetic()).values()) > 1.0
 
 
+@pytest.mark.parametrize("line", ["b1 h1 q31 k17 d1 bfloat16", "b1 h1 q31 k17 d1 float16", "b1 h1 q40 k40 d2 bfloat16 seed1"])
+def test_a_delta_from_the_rounded_output_is_no_lean(line: str) -> None:
+    """Its error is shared by all keys of a row; a kernel that rounds nothing else is more accurate than is claimed, and must not lean."""
+    problem = problem_of(line)
+    dtype = problem.query.dtype
+    evaluation = bounds.evaluate(problem, [bounds.without_casts(Claim(Arithmetic()))])
+    wrong = naive.empty_answer(problem)
+    for rows in naive.row_blocks(problem):
+        delta = (rows.dout * rows.out.to(dtype).double()).sum(dim=1, keepdim=True)
+        wrong.dk[rows.batch, rows.head] += rows.scale * ((rows.weights * (rows.dweights - delta)).T @ rows.query)
+    bias = verdict.bias(wrong.dk.to(dtype), evaluation.answer.dk, evaluation.bounds[0].dk, [cast.dk for cast in evaluation.casts])
+    assert bias is not None
+    assert not bias.leans
+
+
 LOOSER = {
     "tensor cores truncate": (Arithmetic(), Arithmetic(accumulate="tensor_core")),
     "float64 is finer": (Arithmetic(accumulate="float64"), Arithmetic()),
