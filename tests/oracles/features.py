@@ -47,7 +47,7 @@ FEATURES = [
     "b1 h1 q5 k6 d3 x1e-9",
     "b1 h1 q5 k8 d3 ties",
     "b1 h1 q5 k6 d3 uniform",
-    "b1 h1 q5 k6 d3 sharp positive",
+    "b1 h1 q5 k6 d3 sharp",
 ]
 
 

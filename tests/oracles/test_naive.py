@@ -20,7 +20,7 @@ LARGER = [
     "b1 h1 q150 k270 d4 causal-br blocks0.5 dropout0.5",
     "b1 h1 q128 k128 d64 outliers",
     "b1 h1 q100 k100 d64 x64 causal",
-    "b1 h1 q64 k64 d128 sharp positive",
+    "b1 h1 q64 k64 d128 sharp",
     "b1 h1 q80 k80 d16 spike x30",
     "b1 h1 q80 k80 d16 causal spike x-2.5e5",
     "b1 h1 q100 k100 d8 ties causal",
