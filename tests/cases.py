@@ -20,7 +20,7 @@ from oracles.problem import Problem
 
 Masking = Literal["full", "causal", "causal-br"]
 Family = Literal["normal", "outliers", "sharp", "positive", "spike", "ties", "uniform"]
-Layout = Literal["contiguous", "transposed", "sliced", "expanded"]
+Layout = Literal["contiguous", "transposed", "sliced", "expanded", "mixed"]
 
 FAMILIES: dict[Family, str] = {
     "normal": "standard normal entries",
@@ -216,7 +216,7 @@ def inputs(case: Case, device: str | torch.device = "cpu", outside: float = math
         query[..., 0], key[..., 0] = _factors(case.shift, scale)
     dtype = getattr(torch, case.dtype)
     tensors = [
-        _laid_out(_rounded(name, numbers, dtype), case.layout, device, outside)
+        _laid_out(_rounded(name, numbers, dtype), _MIXED[name] if case.layout == "mixed" else case.layout, device, outside)
         for name, numbers in (("query", query), ("key", key), ("value", value), ("dout", dout))
     ]
     query_tensor, key_tensor, value_tensor, dout_tensor = tensors
@@ -264,6 +264,9 @@ def _block_mask(case: Case, device: str | torch.device) -> Tensor | None:
     return torch.from_numpy((share < case.blocks).reshape(shape)).to(device)
 
 
+# Tensors of one shape that do not share their strides: a kernel that reads dout by the strides of query, or value by those of key, is seen by this alone.
+_MIXED: dict[str, Layout] = {"query": "contiguous", "key": "transposed", "value": "sliced", "dout": "transposed"}
+
 GUARD = 1024  # elements of NaN on either side of a contiguous tensor; keeps the alignment that kernels ask for
 
 
@@ -283,4 +286,6 @@ def _laid_out(tensor: Tensor, layout: Layout, device: str | torch.device, outsid
             view = buffer[:, :, ::2, ::2]
         case "expanded":  # one head's tensor for all heads, with a stride of 0
             return tensor[:, :1].clone().expand(batch, heads, length, dim)
+        case "mixed":
+            raise ValueError("layout: mixed is of four tensors, not of one")
     return view.copy_(tensor)

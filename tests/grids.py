@@ -46,6 +46,11 @@ b2 h2 q97 k97 d64 causal transposed
 b2 h2 q65 k81 d32 sliced
 b1 h3 q72 k72 d64 expanded
 b2 h4/2 q66 k66 d40 causal transposed
+b2 h2 q65 k65 d64 causal mixed             # key and value, query and dout of one shape, with strides of their own
+b1 h4/2 q70 k130 d40 mixed
+b1 h1 q65 k66 d192 causal
+b1 h1 q3 k1100 d16                         # many tiles of keys, and of queries: few scores, but every loop is long
+b1 h1 q1100 k3 d16 causal
 b1 h1 q128 k128 d64 dropout0.1
 b1 h4/2 q70 k130 d40 causal-br dropout0.5 transposed
 b1 h2 q300 k140 d64 blocks0.5
@@ -68,6 +73,7 @@ b1 h1 q140 k140 d64 x64
 b1 h1 q140 k140 d64 causal shift-100        # very negative LSE
 b1 h1 q129 k129 d64 shift-300
 b1 h1 q140 k140 d64 positive shift100
+b1 h2 q140 k300 d64 blocks0.5 shift-150     # the first tile that is visited may be hidden: a maximum that stays 0 then loses every weight
 """
 
 _GPU_LENGTHS = """
@@ -136,7 +142,9 @@ def empty_rows(dtype: Dtype, device: Device) -> list[Case]:
 
 def layouts(dtype: Dtype, device: Device) -> list[Case]:
     """The same numbers in every layout, with memory between and around the tensors that they do not own."""
-    text = "\n".join(f"b2 h2 q65 k65 d64 causal {layout} seed8\nb1 h2 q70 k130 d40 {layout} seed8" for layout in ("contiguous", "transposed", "sliced"))
+    text = "\n".join(
+        f"b2 h2 q65 k65 d64 causal {layout} seed8\nb1 h2 q70 k130 d40 {layout} seed8" for layout in ("contiguous", "transposed", "sliced", "mixed")
+    )
     return _lines(text, dtype)
 
 
@@ -193,7 +201,7 @@ def drawn(draw: st.DrawFn, supports: Supports, dtype: Dtype) -> Case:
     maskings += ["causal"] if "top_left" in supports.causal else []
     maskings += ["causal-br"] if "bottom_right" in supports.causal else []
     families: list[Family] = ["normal", "positive", "sharp", "outliers", "ties", "uniform", "spike"]
-    layout_names: list[Layout] = ["contiguous", "transposed", "sliced", "expanded"]
+    layout_names: list[Layout] = ["contiguous", "transposed", "sliced", "expanded", "mixed"]
     family = one_of(families)
     case = Case(
         batch=draw(st.integers(1, 2)),
