@@ -62,7 +62,7 @@ FLOAT64 = Claim(Arithmetic(accumulate="float64", weights="float32"), dtype=torch
 
 @dataclass(frozen=True)
 class _Units:
-    """The numbers of ARITHMETIC's table for one claim, dtype and problem."""
+    """What one claim, dtype and problem put into the formulas."""
 
     form: Form
     u_a: float  # one operation of the accumulator

@@ -6,7 +6,7 @@ arithmetic, never through a library's normal generator.
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -95,10 +95,6 @@ class Case:
                 raise ValueError(f"case: the word {word!r} says a second time what {', '.join(sorted(twice))} is")
             fields |= found
         return cls(**fields)  # type: ignore[arg-type]
-
-    def with_dtype(self, dtype: Dtype) -> "Case":
-        """The same case in another dtype."""
-        return replace(self, dtype=dtype)
 
 
 def _digits(number: float) -> str:

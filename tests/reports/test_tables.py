@@ -108,12 +108,13 @@ def test_a_bias_above_what_it_is_allowed_leans_by_more_than_one(bias: float, fai
 @pytest.mark.parametrize("power", [0, 1, 2])
 def test_the_exponent_of_a_power_is_that_power(power: int) -> None:
     fitted = tables.exponent([(length, 3 * length**power) for length in (512, 1024, 4096, 16384)])
-    assert fitted == pytest.approx(power, abs=1e-12)
+    assert fitted is not None
+    assert round(fitted, 9) == power
 
 
 def test_the_exponent_is_of_least_squares() -> None:
     # log2: (0, 0), (1, 2), (2, 1) has the slope 1/2.
-    assert tables.exponent([(1, 1), (2, 4), (4, 2)]) == pytest.approx(0.5)
+    assert round(tables.exponent([(1, 1), (2, 4), (4, 2)]) or 0.0, 9) == 0.5
 
 
 def test_there_is_no_exponent_of_nothing() -> None:
