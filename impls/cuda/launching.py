@@ -1,0 +1,364 @@
+"""What the CUDA implementations share on the host: a launch as data, its compilation by NVRTC or for the CPU twin, and the types that kernels take.
+
+A kernel file is compiled once for each set of constants (element type, head dim, tiles, mask ...), when it is first used, and kept on disk: the name of a
+compiled file is a hash of all source files of this folder, the options and the compiler's version. On a GPU only the one kernel is compiled. The twin
+(twin.h) gets all kernels of a file at once, with what would only multiply compilations as variables, since the host's compiler takes seconds.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import io
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from impls.call import Call
+from impls.spec import Device
+
+FOLDER = Path(__file__).parent
+KERNELS = {"fa1.cu": ("forward", "backward"), "fa2.cu": ("forward", "delta", "dkey_dvalue", "dquery")}
+KERNELS["block_sparse.cu"] = KERNELS["fa2.cu"]
+ELEMENTS = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
+VARIABLES = ("CAUSAL", "DROPOUT", "VECTOR", "SIGN")  # of the twin; constants on a GPU
+
+
+class CudaError(RuntimeError):
+    """A compilation or a launch that failed; the message names the kernel, its launch and the case."""
+
+
+def missing(device: Device) -> str | None:
+    """Why the kernels cannot run on a device, or None."""
+    if device == "cpu":
+        return None if _compiler() else "C++ compiler: none found (c++, g++ or clang++, or the variable CXX), which the CPU twin needs"
+    return _no_nvrtc() or (None if torch.cuda.is_available() else "CUDA: no device")
+
+
+@functools.cache
+def _no_nvrtc() -> str | None:
+    for module, package in (("cuda.core", "cuda-core"), ("cuda.bindings", "cuda-bindings")):
+        try:
+            found = util.find_spec(module) is not None
+        except ImportError:
+            found = False
+        if not found:
+            return f"{package}: not installed"
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except Exception as error:
+        return f"NVRTC: {error}"
+    return None
+
+
+# -------------------------------------------------------------------------------------------------------------- what kernels take
+
+
+def padded_dim(dim: int) -> int:
+    """The multiple of 64 that tiles of this head dim are padded to."""
+    return 64 * math.ceil(dim / 64)
+
+
+class View(ctypes.Structure):
+    """A tensor [batch, heads, length, dim]: `View` of tiles.cuh."""
+
+    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_longlong) for name in ("batch", "head", "row", "column")))
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "View":
+        return cls(tensor.data_ptr(), *tensor.stride())
+
+
+class Problem(ctypes.Structure):
+    """Sizes, scale and dropout: `Problem` of tiles.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("heads", "kv_heads", "queries", "keys", "dim")),
+        *((name, ctypes.c_float) for name in ("scale", "magnitude", "exponent_scale")),
+        ("seed", ctypes.c_ulonglong),
+        ("last_dropped", ctypes.c_uint),
+        ("kept_scale", ctypes.c_float),
+    )
+
+    @classmethod
+    def of(cls, call: Call) -> "Problem":
+        """A scale of 0 is SIGN 0 and magnitude 1: every score is 0, and -inf times the magnitude stays -inf."""
+        magnitude = abs(call.scale) if sign_of(call) else 1.0
+        sizes = (call.heads, call.kv_heads, call.queries, call.keys, call.dim)
+        dropout = (call.dropout_seed, max(call.dropout_threshold - 1, 0), 1.0 / (1.0 - call.dropout_p))
+        return cls(*sizes, call.scale, magnitude, magnitude * math.log2(math.e), *dropout)
+
+
+def check_scale(call: Call) -> None:
+    """Raises ValueError for a scale beyond float32."""
+    if abs(call.scale) * math.log2(math.e) > torch.finfo(torch.float32).max:
+        raise ValueError(f"scale: {call.scale} is beyond float32, in which scores are computed; its magnitude is at most 2.3e38")
+
+
+def packed_seed(seed: int) -> int:
+    """A 64-bit seed as an operator of torch takes integers: with a sign."""
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+def unpacked_seed(packed: int) -> int:
+    """The seed in [0, 2^64) again."""
+    return packed % 2**64
+
+
+def sign_of(call: Call) -> int:
+    """SIGN of tiles.cuh: of the scale as float32 holds it."""
+    return int(np.sign(np.float32(call.scale)))
+
+
+def vectors(*tensors: Tensor) -> bool:
+    """VECTOR of tiles.cuh: 16 bytes of a row lie together and aligned, and rows are whole numbers of them."""
+    each = 16 // tensors[0].itemsize
+    return all(x.stride(3) == 1 and x.shape[3] % each == 0 and x.data_ptr() % 16 == 0 and not any(stride % each for stride in x.stride()[:3]) for x in tensors)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor's elements and the one past the last."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (reach + 1) * tensor.itemsize
+
+
+# ----------------------------------------------------------------------------------------------------------------------- launches
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of a block's work, as tiles.cuh describes it."""
+
+    warps: int
+    rows: int
+    step: int
+    split: int = 1
+    hold: bool = False  # the forward keeps the queries in registers
+
+    @property
+    def own(self) -> int:
+        """Rows of scores that a block owns."""
+        return self.warps // self.split * self.rows
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"WARPS": self.warps, "ROWS": self.rows, "STEP": self.step, "SPLIT": self.split, "HOLD": int(self.hold)}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel. A launch is data: `run` starts it, and a test compiles it for a GPU that is not there."""
+
+    source: str  # "fa2.cu"
+    kernel: str
+    blocks: int
+    warps: int
+    shared_bytes: int
+    constants: Mapping[str, int | str]
+    tensors: tuple[Tensor, ...]  # all that the kernel may read or write; the first says on which device
+    arguments: tuple[Any, ...]  # the kernel's parameters: ctypes values
+
+    def __str__(self) -> str:
+        constants = " ".join(f"{name}={value}" for name, value in self.constants.items())
+        shapes = ", ".join(f"{list(x.shape)}" for x in self.tensors)
+        return f"{self.source} {self.kernel} <<<{self.blocks}, {32 * self.warps}, {self.shared_bytes}>>> ({constants}; tensors {shapes})"
+
+    def run(self) -> None:
+        """Starts the kernel on the device of its tensors, on torch's current stream. Raises CudaError."""
+        device = self.tensors[0].device
+        parameters = (ctypes.c_void_p * len(self.arguments))(*(ctypes.addressof(argument) for argument in self.arguments))
+        if device.type == "cpu":
+            self._run_on_twin(parameters)
+            return
+        from cuda.bindings import driver
+
+        with torch.cuda.device(device):
+            kernel = _kernel_on_gpu(self.source, self.kernel, tuple(self.constants.items()), self.shared_bytes, device.index)
+            stream = torch.cuda.current_stream(device).cuda_stream
+            block = (32 * self.warps, 1, 1)
+            (status,) = driver.cuLaunchKernel(kernel, self.blocks, 1, 1, *block, self.shared_bytes, stream, ctypes.addressof(parameters), 0)
+        if status:
+            raise CudaError(f"CUDA: {status.name} when launching {self}")
+
+    def _run_on_twin(self, parameters: Any) -> None:
+        compiled = {name: value for name, value in self.constants.items() if name not in VARIABLES}
+        library = _twin(self.source, tuple(compiled.items()))
+        for name in VARIABLES:
+            ctypes.c_int.in_dll(library, name).value = int(self.constants.get(name, 0))
+        _check_sizes(library, self.kernel, self.arguments)
+        buffers = (_Buffer * len(self.tensors))(*(_span(x) for x in self.tensors))
+        launch = _TwinLaunch(self.blocks, 32 * self.warps, self.shared_bytes, len(self.tensors), buffers)
+        start = getattr(library, f"{self.kernel}_launch")
+        start.restype = ctypes.c_char_p
+        error = start(parameters, ctypes.byref(launch))
+        if error:
+            raise CudaError(f"CUDA on the CPU twin: {error.decode()}, of {self}")
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_void_p), ("end", ctypes.c_void_p))
+
+
+class _TwinLaunch(ctypes.Structure):
+    _fields_ = (*((name, ctypes.c_int) for name in ("blocks", "threads", "shared_bytes", "buffer_count")), ("buffers", ctypes.POINTER(_Buffer)))
+
+
+def _check_sizes(library: Any, kernel: str, arguments: tuple[Any, ...]) -> None:
+    """The types here and in the source file are written twice; this holds one against the other."""
+    sizes = (ctypes.c_int * 32)()
+    count = getattr(library, f"{kernel}_sizes")(sizes)
+    given = [ctypes.sizeof(argument) for argument in arguments]
+    if list(sizes[:count]) != given:
+        raise CudaError(f"{kernel}: takes parameters of {list(sizes[:count])} bytes, given {given}")
+
+
+# ------------------------------------------------------------------------------------------------------------------ compilations
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of all that a kernel may include."""
+    files = sorted(path for path in FOLDER.iterdir() if path.suffix in {".cu", ".cuh", ".h"})
+    return hashlib.sha256(b"".join(path.name.encode() + b"\0" + path.read_bytes() + b"\0" for path in files)).hexdigest()
+
+
+@functools.cache
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: the user's cache folder, or where that cannot be written a temporary one."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        folder = base / "flashproof"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="flashproof-"))
+
+
+@contextlib.contextmanager
+def _compiled(suffix: str, *key: object) -> Iterator[tuple[Path, Path | None]]:
+    """The place of a compiled file, and where to put it if it is not there yet. Processes wait for one another, and no one sees a file that is half written."""
+    name = hashlib.sha256("\0".join(map(str, (_sources(), *key))).encode()).hexdigest()[:32]
+    place = cache_folder() / f"{name}{suffix}"
+    if place.exists():
+        yield place, None
+        return
+    with place.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if place.exists():
+            yield place, None
+            return
+        unfinished = place.with_suffix(f".{os.getpid()}")
+        try:
+            yield place, unfinished
+            unfinished.replace(place)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+@functools.cache
+def _kernel_on_gpu(source: str, kernel: str, constants: tuple[tuple[str, int | str], ...], shared_bytes: int, device: int) -> Any:
+    """A kernel that can be launched, from the disk or from NVRTC."""
+    from cuda.bindings import driver
+    from cuda.core import ObjectCode
+
+    major, minor = torch.cuda.get_device_capability(device)
+    target = f"sm_{major}{minor}"
+    with _compiled(".cubin", source, kernel, constants, target, nvrtc_version()) as (place, unfinished):
+        if unfinished:
+            unfinished.write_bytes(compile_cubin(source, kernel, dict(constants), target)[0])
+    code = place.read_bytes()
+    loaded = ObjectCode.from_cubin(code).get_kernel(kernel)
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, driver.CUkernel(int(loaded.handle)), driver.CUdevice(device))
+    if status:
+        raise CudaError(f"CUDA: {status.name} when asking for {shared_bytes} bytes of shared memory for {source} {kernel} on device {device}")
+    _kept.append(loaded)
+    return driver.CUfunction(int(loaded.handle))
+
+
+_kept: list[Any] = []  # a kernel is unloaded with its module
+
+
+def nvrtc_version() -> str:
+    """Of the compiler and of what calls it."""
+    from cuda.bindings import nvrtc
+
+    return f"{nvrtc.nvrtcVersion()[1:]} {metadata.version('cuda-core')}"
+
+
+def compile_cubin(source: str, kernel: str, constants: Mapping[str, int | str], target: str) -> tuple[bytes, str]:
+    """A kernel's machine code for a target such as "sm_90a", and what the assembler said of its registers. Needs no GPU. Raises CudaError.
+
+    Products and sums are not fused: what is one rounding is written as one.
+    """
+    from cuda.core import Program, ProgramOptions
+
+    macros = [(name, str(value)) for name, value in (*constants.items(), (kernel.upper(), 1))]
+    options = ProgramOptions(arch=target, std="c++17", fma=False, define_macro=macros, include_path=str(FOLDER), ptxas_options=["-v"])
+    log = io.StringIO()
+    try:
+        code = Program((FOLDER / source).read_text(), "c++", options).compile("cubin", logs=log)
+    except Exception as error:
+        words = " ".join(f"{name}={value}" for name, value in constants.items())
+        raise CudaError(f"NVRTC: {source} {kernel} does not compile for {target} ({words})\n{error}\n{log.getvalue()}") from error
+    return bytes(code.code), log.getvalue()
+
+
+def _compiler() -> str | None:
+    """The host's C++ compiler, by its full path."""
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if name and (found := shutil.which(name)):
+            return found
+    return None
+
+
+@functools.cache
+def _compiler_version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+@functools.cache
+def _processor() -> str:
+    """What the code of -march=native depends on."""
+    try:
+        lines = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features", "model name"))]
+    except OSError:
+        lines = [platform.processor()]
+    return "\n".join(sorted(set(lines)))
+
+
+@functools.cache
+def _twin(source: str, constants: tuple[tuple[str, int | str], ...]) -> ctypes.PyDLL:
+    """All kernels of a file, for the CPU. Called with the interpreter's lock held: the twin has one machine."""
+    compiler = _compiler()
+    if compiler is None:
+        raise CudaError(str(missing("cpu")))
+    native = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
+    # Ordinary functions of the C library, no fused products: what is one rounding on a GPU is one here.
+    flags = ["-std=c++17", "-O2", "-ftree-vectorize", native, "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-shared", "-fPIC", "-w", "-DTWIN"]
+    flags += [f"-D{name}={value}" for name, value in constants] + [f"-D{kernel.upper()}" for kernel in KERNELS[source]]
+    with _compiled(".so", source, compiler, _compiler_version(compiler), flags, _processor(), sys.platform) as (place, unfinished):
+        if unfinished:
+            command = [compiler, *flags, "-x", "c++", str(FOLDER / source), "-o", str(unfinished)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise CudaError(f"C++ compiler: {source} does not compile for the CPU twin\n{' '.join(command)}\n{done.stderr[:4000]}")
+    return ctypes.PyDLL(str(place))

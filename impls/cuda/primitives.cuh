@@ -1,0 +1,196 @@
+// What a thread, a warp and a block can do, in one small function each: the only file with PTX. Needs sm_80 or later.
+//
+// Two bodies. Compiled for a GPU, the functions below are a few instructions. With TWIN defined they come from twin.h instead, where a CPU plays the block: the
+// kernels do not know which. lane = thread % 32 everywhere; "quad" are the four lanes 4g to 4g + 3.
+#pragma once
+
+// 16-bit numbers by their bits; arithmetic on them is done in float32.
+struct half {
+    unsigned short bits;
+};
+struct bfloat16 {
+    unsigned short bits;
+};
+
+#ifdef TWIN
+#include "twin.h"
+#else
+
+#define DEVICE __device__ __forceinline__
+#define KERNEL(name) extern "C" __global__ void __launch_bounds__(32 * WARPS) name
+#define EXPORT(name)  // of use to the twin alone
+#define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
+
+#define INFINITY __int_as_float(0x7f800000)
+
+// Memory of the device, and N registers of a thread. The twin checks the one and fills the other with NaN.
+template <class T>
+using Global = T*;
+
+template <class T, int N>
+struct Registers {
+    T at[N];
+    DEVICE T& operator[](int i) { return at[i]; }
+    DEVICE const T& operator[](int i) const { return at[i]; }
+};
+
+DEVICE int block_index() { return blockIdx.x; }
+DEVICE int thread_index() { return threadIdx.x; }
+DEVICE void barrier() { __syncthreads(); }
+
+// The block's shared memory: as many bytes as the launch gives it, aligned to 16.
+DEVICE char* shared_memory() {
+    extern __shared__ __align__(128) char memory[];
+    return memory;
+}
+DEVICE unsigned shared_address(const void* pointer) { return static_cast<unsigned>(__cvta_generic_to_shared(pointer)); }
+
+// Reads and writes of shared memory: 16 bytes of float32, aligned, or one number.
+DEVICE float4 read_four(const void* pointer) { return *static_cast<const float4*>(pointer); }
+template <class T>
+DEVICE T read(const T* pointer) { return *pointer; }
+template <class T>
+DEVICE void write(T* pointer, T value) { *pointer = value; }
+
+// ------------------------------------------------------------------------------------------------------------------------------ numbers
+
+DEVICE float to_float(float x) { return x; }
+DEVICE float to_float(half x) {
+    float result;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x.bits));
+    return result;
+}
+DEVICE float to_float(bfloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+
+// Two numbers in one register, rounded to the nearest and ties to even; `low` in the low half.
+template <class T>
+DEVICE unsigned pack(float, float) { return 0; }  // of 16-bit types alone
+template <>
+DEVICE unsigned pack<half>(float low, float high) {
+    unsigned result;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    return result;
+}
+template <>
+DEVICE unsigned pack<bfloat16>(float low, float high) {
+    unsigned result;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    return result;
+}
+
+template <class T>
+DEVICE T rounded(float x) { return {static_cast<unsigned short>(pack<T>(x, 0.0f))}; }
+template <>
+DEVICE float rounded<float>(float x) { return x; }
+
+// a b + c, rounded once.
+DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+DEVICE float maximum_of(float a, float b) { return fmaxf(a, b); }
+DEVICE float minimum_of(float a, float b) { return fminf(a, b); }
+
+// 2^x on the special function unit: 2 ulp, and what is below 2^-126 is 0 (PTX ISA, ex2.approx.ftz.f32).
+DEVICE float exp2_of(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+// Natural log: 1 ulp (CUDA C++ Programming Guide, standard functions). log 0 = -inf.
+DEVICE float log_of(float x) { return logf(x); }
+
+// ------------------------------------------------------------------------------------------------------------------------------- copies
+
+// Starts copying 16 bytes (or 4, one number) from device memory to shared memory; 0 arrives where `inside` is false, and nothing is read.
+template <int BYTES>
+DEVICE void copy_async(void* shared, const void* global, bool inside) {
+    const int bytes = inside ? BYTES : 0;
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes) : "memory");
+}
+// Waits for this thread's own copies. A barrier makes them visible to the others.
+DEVICE void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// ------------------------------------------------------------------------------------------------------------------------------- lanes
+
+// The value that another lane of the warp holds; all lanes take part.
+DEVICE float from_lane(float value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+DEVICE float from_lane_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+
+// ---------------------------------------------------------------------------------------------------------------------------- matrices
+
+// Four 8x8 matrices of 16-bit numbers from shared memory. Lane 8i + r gives the address of row r of matrix i: 16 bytes, aligned.
+// Lane 4g + t receives of matrix i, in register i, the elements [g, 2t] and [g, 2t + 1]; transposed, [2t, g] and [2t + 1, g].
+DEVICE void ldmatrix(Registers<unsigned, 4>& to, const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+DEVICE void ldmatrix_transposed(Registers<unsigned, 4>& to, const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// c += a b on a tensor core: a [16, 16] and b [16, 8] in 16 bit, c [16, 8] in float32. Lane 4g + t holds
+//   a: [g, 2t..2t+1], [g + 8, 2t..2t+1], [g, 2t+8..2t+9], [g + 8, 2t+8..2t+9]     b: [2t..2t+1, g], [2t+8..2t+9, g]     c: [g, 2t..2t+1], [g + 8, 2t..2t+1]
+template <class T>
+DEVICE void mma(Registers<float, 4>&, const Registers<unsigned, 4>&, unsigned, unsigned) {}  // of 16-bit types alone
+template <>
+DEVICE void mma<half>(Registers<float, 4>& c, const Registers<unsigned, 4>& a, unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+DEVICE void mma<bfloat16>(Registers<float, 4>& c, const Registers<unsigned, 4>& a, unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+#endif
+
+// ------------------------------------------------------------------------------------------------------- the same on a GPU and on its twin
+
+constexpr float LOG2_E = 1.44269504088896340736f;
+
+DEVICE int lane_index() { return thread_index() % 32; }
+DEVICE int warp_index() { return thread_index() / 32; }
+DEVICE int smaller_of(int a, int b) { return a < b ? a : b; }
+DEVICE int larger_of(int a, int b) { return a > b ? a : b; }
+
+// Reductions over the four lanes of a quad, which hold one row of a matrix between them, and over a warp. Every lane has the result.
+DEVICE float quad_maximum(float x) {
+    x = maximum_of(x, from_lane_xor(x, 1));
+    return maximum_of(x, from_lane_xor(x, 2));
+}
+DEVICE float quad_sum(float x) {
+    x += from_lane_xor(x, 1);
+    return x + from_lane_xor(x, 2);
+}
+DEVICE float warp_sum(float x) {
+    UNROLL
+    for (int mask = 16; mask > 0; mask /= 2) x += from_lane_xor(x, mask);
+    return x;
+}
+
+// Dropout's mask (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): the first word of Philox 4x32-10 is above `last_dropped`.
+// Key the 64-bit seed, counter (key, query, head, batch): the same entry is drawn in the forward and in the backward.
+DEVICE bool kept(unsigned long long seed, unsigned last_dropped, unsigned batch, unsigned head, unsigned query, unsigned key) {
+    unsigned c0 = key, c1 = query, c2 = head, c3 = batch, k0 = static_cast<unsigned>(seed), k1 = static_cast<unsigned>(seed >> 32);
+    UNROLL
+    for (int round = 0; round < 10; ++round) {
+        const unsigned long long first = 0xD2511F53ull * c0, second = 0xCD9E8D57ull * c2;
+        c0 = static_cast<unsigned>(second >> 32) ^ c1 ^ k0;
+        c1 = static_cast<unsigned>(second);
+        c2 = static_cast<unsigned>(first >> 32) ^ c3 ^ k1;
+        c3 = static_cast<unsigned>(first);
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return c0 > last_dropped;
+}

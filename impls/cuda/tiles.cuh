@@ -1,0 +1,340 @@
+// Tiles of matrices in shared memory, a warp's share of a product in registers, and the products that attention is made of. On top of primitives.cuh.
+//
+// The loader defines, for one compilation: Element, the inputs' type (float, half or bfloat16); DIM, the head dim padded to a multiple of 64; VECTOR, whether
+// 16 bytes of a row lie together and aligned; SIGN, that of the scale (1, -1 or 0); CAUSAL and DROPOUT; and the shape of the work:
+//
+//   WARPS  of a block         ROWS  of scores that a warp computes, 16 or 32         STEP  columns of scores in one step of the block's loop
+//   SPLIT  warps that compute the same rows, and of the rows' gradients each another part of the columns: for head dims whose sums no warp could hold
+//
+// float32 is computed by FMA units, 16 bit by tensor cores. Both keep a tile of float32 sums in the same registers, so a kernel is written once.
+#pragma once
+#include "primitives.cuh"
+
+constexpr bool TENSOR_CORES = sizeof(Element) == 2;
+constexpr int CHUNK = 16 / sizeof(Element);  // elements of 16 bytes, which are copied and swizzled as one
+
+// ------------------------------------------------------------------------------------------------------------------------ device memory
+
+// A tensor [batch, heads, length, dim] that may lie anyhow: strides in elements.
+template <class T>
+struct View {
+    Global<T> data;
+    long long batch, head, row, column;
+};
+
+// One head of it, [rows, dim].
+template <class T>
+struct Head {
+    Global<T> data;
+    long long row, column;
+    int rows, dim;
+
+    DEVICE Global<T> at(int i, int j) const { return data + (i * row + j * column); }
+};
+
+template <class T>
+DEVICE Head<T> head_of(const View<T>& view, int batch, int head, int rows, int dim) {
+    return {view.data + (batch * view.batch + head * view.head), view.row, view.column, rows, dim};
+}
+
+// ------------------------------------------------------------------------------------------------------------------------ shared memory
+
+// A tile [rows, COLUMNS] of shared memory. Chunks of 16 bytes are permuted within their row by the row's number, so that the eight rows of a column that
+// ldmatrix reads, or the rows that the lanes of a warp read with read_four, lie in different banks.
+template <int COLUMNS>
+struct Tile {
+    static constexpr int CHUNKS = COLUMNS / CHUNK;
+    static constexpr int PERMUTED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
+    Element* start;
+
+    static constexpr DEVICE int bytes(int rows) { return rows * COLUMNS * static_cast<int>(sizeof(Element)); }
+    DEVICE Element* chunk(int row, int number) const {
+        const int swizzle = TENSOR_CORES ? row : row ^ (row >> 2);
+        return start + row * COLUMNS + (number ^ (swizzle & (PERMUTED - 1))) * CHUNK;
+    }
+    DEVICE Element* at(int row, int column) const { return chunk(row, column / CHUNK) + column % CHUNK; }
+};
+
+// Two tiles of LENGTH rows: while one is computed with, the other is filled.
+template <int LENGTH>
+struct Pair {
+    Element* start;
+
+    DEVICE Tile<DIM> operator[](int which) const { return {start + which * LENGTH * DIM}; }
+};
+
+// Starts to copy LENGTH rows of a head into a tile, by the whole block; zeros past the last row and past the head dim, where memory is never read: what lies
+// there may be NaN, and 0 NaN is NaN. Rows that are not vectors are read and written element by element.
+template <int LENGTH>
+DEVICE void copy_tile(Tile<DIM> to, const Head<const Element>& from, int first_row) {
+    constexpr int CHUNKS = Tile<DIM>::CHUNKS, AT_ONCE = 32 * WARPS / CHUNKS;  // rows that the block copies at once, a thread 16 bytes
+    static_assert(AT_ONCE * CHUNKS == 32 * WARPS && LENGTH % AT_ONCE == 0, "a turn copies whole rows, and the last turn as many as the others");
+    const int first = thread_index() / CHUNKS, number = thread_index() % CHUNKS, column = number * CHUNK;
+    const long long jump = AT_ONCE * from.row;
+    Global<const Element> at = from.at(first_row + first, column);
+    UNROLL
+    for (int row = first; row < LENGTH; row += AT_ONCE) {
+        const bool inside = first_row + row < from.rows;
+        if (VECTOR) {
+            copy_async<16>(to.chunk(row, number), at, inside && column < from.dim);
+        } else {
+            UNROLL
+            for (int i = 0; i < CHUNK; ++i) {
+                Element element{};
+                if (inside && column + i < from.dim) element = at[i * from.column];
+                write(to.chunk(row, number) + i, element);
+            }
+        }
+        at = at + jump;
+    }
+}
+
+// Starts to copy LENGTH numbers, one for each row; 0 past the last row.
+template <int LENGTH>
+DEVICE void copy_numbers(float* to, Global<const float> from, int first_row, int rows) {
+    for (int i = thread_index(); i < LENGTH; i += 32 * WARPS) {
+        copy_async<4>(to + i, from + (first_row + i), first_row + i < rows);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------- registers
+
+// A warp's float32 tile [HEIGHT, WIDTH], in the layout of mma's c: lane 4g + t holds of the rows 16m + g and 16m + g + 8 two neighbours in every 8 columns, at
+// 8n + 2t; in float32 four neighbours in every 16, at 16(n/2) + 4t + 2(n%2), so that they are read and written as one vector.
+template <int HEIGHT, int WIDTH>
+struct Sums {
+    static constexpr int M = HEIGHT / 16, N = WIDTH / 8;
+    Registers<float, 4> at[M][N];
+
+    // The row and the column of element i, 0 to 3, of at[m][n].
+    static DEVICE int row(int m, int i) { return 16 * m + lane_index() / 4 + 8 * (i / 2); }
+    static DEVICE int column(int n, int i) {
+        const int t = lane_index() % 4;
+        return TENSOR_CORES ? 8 * n + 2 * t + i % 2 : 16 * (n / 2) + 4 * t + 2 * (n % 2) + i % 2;
+    }
+    // A lane's row of element i of at[m][n], among the HEIGHT / 8 rows of which it holds numbers.
+    static constexpr DEVICE int slot(int m, int i) { return 2 * m + i / 2; }
+
+    DEVICE void clear() {
+        UNROLL
+        for (int m = 0; m < M; ++m) {
+            UNROLL
+            for (int n = 0; n < N; ++n) {
+                UNROLL
+                for (int i = 0; i < 4; ++i) at[m][n][i] = 0.0f;
+            }
+        }
+    }
+    // Calls visit(number, m, n, i) for each.
+    template <class Visit>
+    DEVICE void each(Visit visit) {
+        UNROLL
+        for (int m = 0; m < M; ++m) {
+            UNROLL
+            for (int n = 0; n < N; ++n) {
+                UNROLL
+                for (int i = 0; i < 4; ++i) visit(at[m][n][i], m, n, i);
+            }
+        }
+    }
+};
+
+// A tile of sums rounded to the inputs' type, as the left operand of a product. In 16 bit, c's layout of two 16x8 tiles is a's of one 16x16: no lane needs
+// another's numbers. In float32 nothing is rounded.
+template <int HEIGHT, int WIDTH>
+struct Weights {
+    Registers<unsigned, 4> at[TENSOR_CORES ? WIDTH / 16 : 1][HEIGHT / 16];
+    const Sums<HEIGHT, WIDTH>& exact;
+
+    DEVICE explicit Weights(const Sums<HEIGHT, WIDTH>& sums) : exact(sums) {
+        if constexpr (TENSOR_CORES) {
+            UNROLL
+            for (int k = 0; k < WIDTH / 16; ++k) {
+                UNROLL
+                for (int m = 0; m < HEIGHT / 16; ++m) {
+                    UNROLL
+                    for (int i = 0; i < 4; ++i) {  // a: [g, 2t], [g + 8, 2t], [g, 2t + 8], [g + 8, 2t + 8]
+                        const Registers<float, 4>& c = sums.at[m][2 * k + i / 2];
+                        at[k][m][i] = pack<Element>(c[2 * (i % 2)], c[2 * (i % 2) + 1]);
+                    }
+                }
+            }
+        }
+    }
+};
+
+// HEIGHT rows of a tile of shared memory, from `first_row` on, as the left operand of a product. HELD: the tensor cores' fragments are read once and stay in
+// registers.
+template <int HEIGHT, bool HELD>
+struct Operand {
+    Tile<DIM> tile;
+    int first_row;
+    Registers<unsigned, 4> held[HELD && TENSOR_CORES ? DIM / 16 : 1][HEIGHT / 16];
+
+    DEVICE Operand(Tile<DIM> tile, int first_row) : tile(tile), first_row(first_row) {}
+    DEVICE Registers<unsigned, 4> read_fragment(int k, int m) const {
+        Registers<unsigned, 4> fragment;
+        ldmatrix(fragment, tile.chunk(first_row + 16 * m + lane_index() % 16, 2 * k + lane_index() / 16));
+        return fragment;
+    }
+    DEVICE void hold() {
+        if constexpr (HELD && TENSOR_CORES) {
+            UNROLL
+            for (int k = 0; k < DIM / 16; ++k) {
+                UNROLL
+                for (int m = 0; m < HEIGHT / 16; ++m) held[k][m] = read_fragment(k, m);
+            }
+        }
+    }
+    DEVICE Registers<unsigned, 4> fragment(int k, int m) const {
+        if constexpr (HELD && TENSOR_CORES)
+            return held[k][m];
+        else
+            return read_fragment(k, m);
+    }
+};
+
+// ----------------------------------------------------------------------------------------------------------------------------- products
+
+// sums[r, c] += sum_d left[r, d] right[c, d]: rows by rows, as in Q K^T. left [HEIGHT, DIM], right [WIDTH, DIM].
+template <int HEIGHT, int WIDTH, bool HELD>
+DEVICE void rows_by_rows(Sums<HEIGHT, WIDTH>& sums, const Operand<HEIGHT, HELD>& left, Tile<DIM> right) {
+    constexpr int M = HEIGHT / 16;
+    const int lane = lane_index();
+    if constexpr (TENSOR_CORES) {
+        UNROLL
+        for (int k = 0; k < DIM / 16; ++k) {
+            Registers<unsigned, 4> a[M];
+            UNROLL
+            for (int m = 0; m < M; ++m) a[m] = left.fragment(k, m);
+            UNROLL
+            for (int n = 0; n < WIDTH / 16; ++n) {
+                Registers<unsigned, 4> b;  // of the rows 16n and of 16n + 8: d = 16k.., d = 16k + 8..
+                ldmatrix(b, right.chunk(16 * n + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+                UNROLL
+                for (int m = 0; m < M; ++m) {
+                    mma<Element>(sums.at[m][2 * n], a[m], b[0], b[1]);
+                    mma<Element>(sums.at[m][2 * n + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+    } else {
+        ROLLED
+        for (int d = 0; d < DIM / 4; ++d) {
+            float4 a[2 * M];
+            UNROLL
+            for (int r = 0; r < 2 * M; ++r) a[r] = read_four(left.tile.chunk(left.first_row + 16 * (r / 2) + lane / 4 + 8 * (r % 2), d));
+            UNROLL
+            for (int n = 0; n < WIDTH / 8; ++n) {
+                UNROLL
+                for (int i = 0; i < 2; ++i) {
+                    const float4 b = read_four(right.chunk(Sums<HEIGHT, WIDTH>::column(n, i), d));
+                    UNROLL
+                    for (int r = 0; r < 2 * M; ++r) {
+                        float& sum = sums.at[r / 2][n][2 * (r % 2) + i];
+                        sum = multiply_add(a[r].x, b.x, sum);
+                        sum = multiply_add(a[r].y, b.y, sum);
+                        sum = multiply_add(a[r].z, b.z, sum);
+                        sum = multiply_add(a[r].w, b.w, sum);
+                    }
+                }
+            }
+        }
+    }
+}
+
+// A step of the products below in float32: sums[r, c] += left[r] right[c], with one row of the right operand, from `first_column` on. left: one number for each of
+// the lane's rows.
+template <int HEIGHT, int WIDTH, int COLUMNS>
+DEVICE void add_outer(Sums<HEIGHT, WIDTH>& sums, const Registers<float, HEIGHT / 8>& left, Tile<COLUMNS> right, int row, int first_column) {
+    UNROLL
+    for (int c = 0; c < WIDTH / 16; ++c) {
+        const float4 b = read_four(right.chunk(row, first_column / 4 + 4 * c + lane_index() % 4));
+        UNROLL
+        for (int r = 0; r < HEIGHT / 8; ++r) {
+            Registers<float, 4>&low = sums.at[r / 2][2 * c], &high = sums.at[r / 2][2 * c + 1];
+            const int i = 2 * (r % 2);
+            low[i] = multiply_add(left[r], b.x, low[i]);
+            low[i + 1] = multiply_add(left[r], b.y, low[i + 1]);
+            high[i] = multiply_add(left[r], b.z, high[i]);
+            high[i + 1] = multiply_add(left[r], b.w, high[i + 1]);
+        }
+    }
+}
+
+// A step of them on tensor cores: 16 rows of the right operand, from `row` on.
+template <int HEIGHT, int WIDTH, int COLUMNS>
+DEVICE void add_sixteen(Sums<HEIGHT, WIDTH>& sums, const Registers<unsigned, 4> (&a)[HEIGHT / 16], Tile<COLUMNS> right, int row, int first_column) {
+    const int lane = lane_index();
+    UNROLL
+    for (int n = 0; n < WIDTH / 16; ++n) {
+        Registers<unsigned, 4> b;  // of the columns 16n and of 16n + 8: rows from `row`, rows from `row` + 8
+        ldmatrix_transposed(b, right.chunk(row + lane % 16, first_column / 8 + 2 * n + lane / 16));
+        UNROLL
+        for (int m = 0; m < HEIGHT / 16; ++m) {
+            mma<Element>(sums.at[m][2 * n], a[m], b[0], b[1]);
+            mma<Element>(sums.at[m][2 * n + 1], a[m], b[2], b[3]);
+        }
+    }
+}
+
+// sums[r, c] += sum_k left[r, k] right[k, first_column + c]: rows by columns, as in P V. left [HEIGHT, LENGTH] in registers, right [LENGTH, DIM].
+template <int HEIGHT, int WIDTH, int LENGTH>
+DEVICE void rows_by_columns(Sums<HEIGHT, WIDTH>& sums, const Weights<HEIGHT, LENGTH>& left, Tile<DIM> right, int first_column = 0) {
+    UNROLL
+    for (int k = 0; k < LENGTH / 16; ++k) {
+        if constexpr (TENSOR_CORES) {
+            add_sixteen(sums, left.at[k], right, 16 * k, first_column);
+        } else {
+            ROLLED
+            for (int t = 0; t < 4; ++t) {  // the lane of the quad that holds the columns 16k + 4t to 16k + 4t + 3 of left
+                UNROLL
+                for (int j = 0; j < 4; ++j) {
+                    Registers<float, HEIGHT / 8> a;
+                    UNROLL
+                    for (int r = 0; r < HEIGHT / 8; ++r)
+                        a[r] = from_lane(left.exact.at[r / 2][2 * k + j / 2][2 * (r % 2) + j % 2], lane_index() / 4 * 4 + t);
+                    add_outer(sums, a, right, 16 * k + 4 * t + j, first_column);
+                }
+            }
+        }
+    }
+}
+
+// sums[r, c] += sum_k left[k, first_row + r] right[k, c]: columns by columns, as in P^T dO where P lies in shared memory. left [LENGTH, COLUMNS], right [LENGTH, DIM].
+template <int LENGTH, int HEIGHT, int WIDTH, int COLUMNS>
+DEVICE void columns_by_columns(Sums<HEIGHT, WIDTH>& sums, Tile<COLUMNS> left, int first_row, Tile<DIM> right, int first_column = 0) {
+    const int lane = lane_index();
+    if constexpr (TENSOR_CORES) {
+        UNROLL
+        for (int k = 0; k < LENGTH / 16; ++k) {
+            Registers<unsigned, 4> a[HEIGHT / 16];
+            UNROLL
+            for (int m = 0; m < HEIGHT / 16; ++m)
+                ldmatrix_transposed(a[m], left.chunk(16 * k + lane / 16 * 8 + lane % 8, (first_row + 16 * m) / 8 + lane / 8 % 2));
+            add_sixteen(sums, a, right, 16 * k, first_column);
+        }
+    } else {
+        ROLLED
+        for (int k = 0; k < LENGTH; ++k) {
+            Registers<float, HEIGHT / 8> a;
+            UNROLL
+            for (int r = 0; r < HEIGHT / 8; ++r) a[r] = read(left.at(k, first_row + 16 * (r / 2) + lane / 4 + 8 * (r % 2)));
+            add_outer(sums, a, right, k, first_column);
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------------------------------- results
+
+// A product of rows with the scale's sign, exactly. The row maximum of what comes out is the row maximum of the scores.
+DEVICE float with_sign(float product) { return SIGN == 1 ? product : SIGN == 0 ? 0.0f : -product; }
+
+// Rounds factor sums to the tensor's type and stores what of it lies inside the tensor: the rows from first_row on, the columns from first_column on.
+template <int HEIGHT, int WIDTH, class T>
+DEVICE void store_rows(const Head<T>& to, Sums<HEIGHT, WIDTH>& sums, float factor, int first_row, int first_column = 0) {
+    sums.each([&](float sum, int m, int n, int i) {
+        const int row = first_row + sums.row(m, i), column = first_column + sums.column(n, i);
+        if (row < to.rows && column < to.dim) to.at(row, column)[0] = rounded<T>(factor * sum);
+    });
+}

@@ -1,0 +1,570 @@
+// The CPU twin of primitives.cuh: a block of threads played by one core, so that a kernel's own source runs where there is no GPU.
+//
+// Each thread of a block is a fiber: a stack of its own, and a switch that saves the registers which a call preserves. A fiber runs until it meets the other
+// lanes of its warp, in a shuffle, ldmatrix or mma, where the last lane to come computes for all; or the other warps, at a barrier. Lanes take turns in order, so
+// a meeting costs 32 switches of a few nanoseconds. Warps take turns between barriers, forwards and backwards by turns.
+//
+// It is stricter than a GPU. What a kernel does wrong here ends it with an error that names block and thread:
+//   - a read or write outside the tensors of the launch, outside the block's shared memory, or not aligned;
+//   - lanes of a warp that are not at the same meeting; a barrier that not every thread reaches;
+//   - two warps at the same 16 bytes of shared memory between two barriers, one of them writing: a race.
+// Shared memory and registers hold NaN until they are written, and so does what an asynchronous copy will fill, until it is waited for.
+//
+// What is compile-time on a GPU and would only multiply compilations here is a variable: CAUSAL, DROPOUT, VECTOR, SIGN.
+#pragma once
+#include <cmath>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+#if !defined(__x86_64__) && !defined(__aarch64__)
+#include <ucontext.h>
+#endif
+
+#define DEVICE inline
+#define KERNEL(name) static void name
+#define UNROLL
+#define ROLLED
+#define EXPORT(name)                                                                                                  \
+    extern "C" const char* name##_launch(void** parameters, const twin::Launch* launch) { return twin::run(name, parameters, *launch); } \
+    extern "C" int name##_sizes(int* sizes) { return twin::sizes_of(name, sizes); }
+
+extern "C" {
+int CAUSAL, DROPOUT, VECTOR, SIGN;
+}
+
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+
+namespace twin {
+
+constexpr int LANES = 32, MAX_WARPS = 32, STACK = 128 * 1024;
+
+// ------------------------------------------------------------------------------------------------------------------------------- fibers
+
+#if defined(__x86_64__)
+struct Context {
+    void* stack;
+};
+extern "C" void flashproof_switch(void** from, void* to);
+asm(R"(
+.text
+.type flashproof_switch, @function
+.local flashproof_switch
+flashproof_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+.size flashproof_switch, .-flashproof_switch
+)");
+inline void switch_context(Context& from, Context& to) { flashproof_switch(&from.stack, to.stack); }
+inline void prepare(Context& context, char* stack, void (*entry)()) {
+    void** top = reinterpret_cast<void**>(stack + STACK) - 2;  // a function is entered 8 bytes past a multiple of 16
+    *top = reinterpret_cast<void*>(entry);
+    context.stack = top - 6;
+}
+#elif defined(__aarch64__)
+struct Context {
+    void* stack;
+};
+extern "C" void flashproof_switch(void** from, void* to);
+asm(R"(
+.text
+.type flashproof_switch, @function
+.local flashproof_switch
+flashproof_switch:
+    sub sp, sp, #160
+    stp x19, x20, [sp, #0]
+    stp x21, x22, [sp, #16]
+    stp x23, x24, [sp, #32]
+    stp x25, x26, [sp, #48]
+    stp x27, x28, [sp, #64]
+    stp x29, x30, [sp, #80]
+    stp d8, d9, [sp, #96]
+    stp d10, d11, [sp, #112]
+    stp d12, d13, [sp, #128]
+    stp d14, d15, [sp, #144]
+    mov x9, sp
+    str x9, [x0]
+    mov sp, x1
+    ldp x19, x20, [sp, #0]
+    ldp x21, x22, [sp, #16]
+    ldp x23, x24, [sp, #32]
+    ldp x25, x26, [sp, #48]
+    ldp x27, x28, [sp, #64]
+    ldp x29, x30, [sp, #80]
+    ldp d8, d9, [sp, #96]
+    ldp d10, d11, [sp, #112]
+    ldp d12, d13, [sp, #128]
+    ldp d14, d15, [sp, #144]
+    add sp, sp, #160
+    ret
+.size flashproof_switch, .-flashproof_switch
+)");
+inline void switch_context(Context& from, Context& to) { flashproof_switch(&from.stack, to.stack); }
+inline void prepare(Context& context, char* stack, void (*entry)()) {
+    void** top = reinterpret_cast<void**>(stack + STACK) - 20;
+    memset(top, 0, 160);
+    top[11] = reinterpret_cast<void*>(entry);  // x30, where ret goes
+    context.stack = top;
+}
+#else
+using Context = ucontext_t;
+inline void switch_context(Context& from, Context& to) { swapcontext(&from, &to); }
+inline void prepare(Context& context, char* stack, void (*entry)()) {
+    getcontext(&context);
+    context.uc_stack.ss_sp = stack;
+    context.uc_stack.ss_size = STACK;
+    context.uc_link = nullptr;
+    makecontext(&context, entry, 0);
+}
+#endif
+
+// ------------------------------------------------------------------------------------------------------------------------------ machine
+
+struct Buffer {
+    const char *start, *end;
+};
+
+struct Launch {
+    int blocks, threads, shared_bytes, buffer_count;
+    const Buffer* buffers;
+};
+
+struct Copy {
+    char* to;
+    const void* from;
+    int bytes;
+    bool inside;
+};
+
+struct Warp {
+    Context lanes[LANES];
+    const void* slots[LANES];  // what each lane brings to a meeting
+    const char* meeting;
+    int arrived, lane;  // lane: whose turn it is
+    bool waiting, ended;
+};
+
+struct Access {  // of 16 bytes of shared memory, since which barrier and by which warp
+    int written, read;
+    short writer, reader;  // reader: -1 for several
+};
+
+struct Machine {
+    Launch launch;
+    void (*body)();
+    Context home;
+    Warp warps[MAX_WARPS];
+    int warp_count, warp, block, waiting, ended, phase, step;
+    char *stacks, *shared;
+    Access* accesses;
+    Copy* copies[MAX_WARPS * LANES];
+    int pending[MAX_WARPS * LANES], room[MAX_WARPS * LANES];
+    Buffer last;
+    char error[512];
+};
+static Machine machine;
+
+inline int thread() { return machine.warp * LANES + machine.warps[machine.warp].lane; }
+
+[[noreturn]] __attribute__((noinline, cold, format(printf, 1, 2))) inline void fail(const char* format, ...) {
+    const int used = snprintf(machine.error, sizeof machine.error, "block %d, thread %d: ", machine.block, thread());
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(machine.error + used, sizeof machine.error - used, format, arguments);
+    va_end(arguments);
+    Context nowhere;
+    switch_context(nowhere, machine.home);
+    __builtin_unreachable();
+}
+
+inline Context& current() { return machine.warps[machine.warp].lanes[machine.warps[machine.warp].lane]; }
+
+// The next warp that can run takes its turn; home, when all have ended.
+inline void next_warp(Context& from) {
+    for (int i = 0; i < machine.warp_count; ++i) {
+        machine.warp = (machine.warp + machine.step + machine.warp_count) % machine.warp_count;
+        const Warp& warp = machine.warps[machine.warp];
+        if (!warp.waiting && !warp.ended) return switch_context(from, current());
+    }
+    if (machine.waiting) fail("%d of %d warps wait at a barrier that the others never reach", machine.waiting, machine.warp_count);
+    switch_context(from, machine.home);
+}
+
+// Every lane of the warp comes here with something, and the last to come does what is to be done for all. A lane that is not the last leaves the others the core.
+template <class Complete>
+inline void meet(const char* meeting, const void* brought, Complete complete) {
+    Warp& warp = machine.warps[machine.warp];
+    const int lane = warp.lane;
+    if (warp.arrived == 0)
+        warp.meeting = meeting;
+    else if (warp.meeting != meeting)
+        fail("at '%s', where other lanes of its warp are at '%s'", meeting, warp.meeting);
+    warp.slots[lane] = brought;
+    if (++warp.arrived == LANES) {
+        warp.arrived = 0;
+        return complete(warp);
+    }
+    warp.lane = (lane + 1) % LANES;
+    switch_context(warp.lanes[lane], warp.lanes[warp.lane]);
+}
+
+// One string object for each meeting, compared by address.
+inline constexpr char BARRIER[] = "barrier", END[] = "the kernel's end", SHUFFLE[] = "shuffle", LDMATRIX[] = "ldmatrix", MMA[] = "mma";
+
+inline void barrier() {
+    meet(BARRIER, nullptr, [](Warp& warp) {
+        if (machine.ended) fail("a barrier that %d of %d warps have not reached: they have ended", machine.ended, machine.warp_count);
+        warp.waiting = true;
+        if (++machine.waiting == machine.warp_count) {
+            for (int i = 0; i < machine.warp_count; ++i) machine.warps[i].waiting = false;
+            machine.waiting = 0;
+            machine.phase++;
+            machine.step = -machine.step;
+        }
+        next_warp(current());
+    });
+}
+
+inline void thread_main() {
+    machine.body();
+    meet(END, nullptr, [](Warp& warp) {
+        warp.ended = true;
+        machine.ended++;
+        next_warp(current());
+    });
+    __builtin_unreachable();
+}
+
+// ------------------------------------------------------------------------------------------------------------------------------- memory
+
+inline void check_global(const void* pointer, int bytes) {
+    const char *first = static_cast<const char*>(pointer), *last = first + bytes;
+    if (first >= machine.last.start && last <= machine.last.end) return;
+    for (int i = 0; i < machine.launch.buffer_count; ++i) {
+        const Buffer& buffer = machine.launch.buffers[i];
+        if (first >= buffer.start && last <= buffer.end) {
+            machine.last = buffer;
+            return;
+        }
+    }
+    fail("%d bytes of device memory at %p are in no tensor of the launch", bytes, pointer);
+}
+
+inline Access& check_shared(const void* pointer, int bytes) {
+    const char* first = static_cast<const char*>(pointer);
+    if (first < machine.shared || first + bytes > machine.shared + machine.launch.shared_bytes)
+        fail("%d bytes at offset %ld of shared memory, which has %d", bytes, static_cast<long>(first - machine.shared), machine.launch.shared_bytes);
+    if ((first - machine.shared) % bytes) fail("%d bytes at offset %ld of shared memory: not aligned", bytes, static_cast<long>(first - machine.shared));
+    return machine.accesses[(first - machine.shared) / 16];
+}
+inline void reading(const void* pointer, int bytes, int warp) {
+    Access& access = check_shared(pointer, bytes);
+    if (access.written == machine.phase && access.writer != warp)
+        fail("reads offset %ld of shared memory, which warp %d wrote since the last barrier",
+             static_cast<long>(static_cast<const char*>(pointer) - machine.shared), access.writer);
+    access.reader = access.read == machine.phase && access.reader != warp ? -1 : warp;
+    access.read = machine.phase;
+}
+inline void writing(const void* pointer, int bytes, int warp) {
+    Access& access = check_shared(pointer, bytes);
+    if ((access.written == machine.phase && access.writer != warp) || (access.read == machine.phase && access.reader != warp))
+        fail("writes offset %ld of shared memory, where another warp wrote or read since the last barrier",
+             static_cast<long>(static_cast<const char*>(pointer) - machine.shared));
+    access.writer = warp;
+    access.written = machine.phase;
+}
+
+// ------------------------------------------------------------------------------------------------------------------------------- launch
+
+template <class... Parameters>
+struct Body {
+    static void (*kernel)(Parameters...);
+    static void** parameters;
+    template <size_t... I>
+    static void call(std::index_sequence<I...>) { kernel(*static_cast<Parameters*>(parameters[I])...); }
+    static void run() { call(std::index_sequence_for<Parameters...>{}); }
+};
+template <class... Parameters>
+void (*Body<Parameters...>::kernel)(Parameters...);
+template <class... Parameters>
+void** Body<Parameters...>::parameters;
+
+// Bytes of each of a kernel's parameters; answers how many there are.
+template <class... Parameters>
+int sizes_of(void (*)(Parameters...), int* sizes) {
+    const int all[] = {static_cast<int>(sizeof(Parameters))...};
+    memcpy(sizes, all, sizeof all);
+    return sizeof...(Parameters);
+}
+
+// Runs the blocks one after the other. Answers an error, or null.
+template <class... Parameters>
+const char* run(void (*kernel)(Parameters...), void** parameters, const Launch& launch) {
+    Body<Parameters...>::kernel = kernel;
+    Body<Parameters...>::parameters = parameters;
+    machine.launch = launch;
+    machine.body = Body<Parameters...>::run;
+    machine.warp_count = launch.threads / LANES;
+    machine.last = {};
+    machine.error[0] = 0;
+    if (!machine.stacks) machine.stacks = static_cast<char*>(aligned_alloc(64, size_t(STACK) * MAX_WARPS * LANES));
+    const int units = launch.shared_bytes / 16 + 1;
+    machine.shared = static_cast<char*>(aligned_alloc(128, (launch.shared_bytes + 255) / 128 * 128));
+    machine.accesses = static_cast<Access*>(malloc(units * sizeof(Access)));
+    for (machine.block = 0; machine.block < launch.blocks && !machine.error[0]; ++machine.block) {
+        memset(machine.shared, 0xff, launch.shared_bytes);
+        memset(machine.accesses, 0xff, units * sizeof(Access));
+        machine.waiting = machine.ended = machine.phase = 0;
+        machine.step = 1;
+        machine.warp = 0;
+        for (int i = 0; i < machine.warp_count; ++i) {
+            Warp& warp = machine.warps[i];
+            warp.arrived = warp.lane = 0;
+            warp.waiting = warp.ended = false;
+            for (int lane = 0; lane < LANES; ++lane) {
+                prepare(warp.lanes[lane], machine.stacks + size_t(STACK) * (i * LANES + lane), thread_main);
+                machine.pending[i * LANES + lane] = 0;
+            }
+        }
+        switch_context(machine.home, current());
+    }
+    free(machine.shared);
+    free(machine.accesses);
+    return machine.error[0] ? machine.error : nullptr;
+}
+
+template <class T>
+inline T from_bits(unsigned bits) {
+    T result;
+    memcpy(&result, &bits, sizeof result);
+    return result;
+}
+inline unsigned bits_of(float x) {
+    unsigned bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+}  // namespace twin
+
+// ----------------------------------------------------------------------------------------------------------------------- as in primitives.cuh
+
+// A pointer into device memory that may be followed only inside a tensor of the launch.
+template <class T>
+struct Global {
+    T* pointer;
+    T& operator[](long long i) const {
+        twin::check_global(pointer + i, sizeof(T));
+        return pointer[i];
+    }
+    Global operator+(long long i) const { return {pointer + i}; }
+    operator Global<const T>() const { return {pointer}; }
+};
+
+template <class T, int N>
+struct Registers {
+    T at[N];
+    Registers() { memset(static_cast<void*>(at), 0xff, sizeof at); }
+    T& operator[](int i) { return at[i]; }
+    const T& operator[](int i) const { return at[i]; }
+};
+
+inline int block_index() { return twin::machine.block; }
+inline int thread_index() { return twin::thread(); }
+inline void barrier() { twin::barrier(); }
+inline char* shared_memory() { return twin::machine.shared; }
+
+inline float4 read_four(const void* pointer) {
+    twin::reading(pointer, 16, twin::machine.warp);
+    return *static_cast<const float4*>(pointer);
+}
+template <class T>
+inline T read(const T* pointer) {
+    twin::reading(pointer, sizeof(T), twin::machine.warp);
+    return *pointer;
+}
+template <class T>
+inline void write(T* pointer, T value) {
+    twin::writing(pointer, sizeof(T), twin::machine.warp);
+    *pointer = value;
+}
+
+inline float to_float(float x) { return x; }
+inline float to_float(bfloat16 x) { return twin::from_bits<float>(unsigned(x.bits) << 16); }
+inline float to_float(half x) {
+    const unsigned magnitude = (x.bits & 0x7fffu) << 13, sign = (x.bits & 0x8000u) << 16;
+    const unsigned scaled = twin::bits_of(twin::from_bits<float>(magnitude) * 0x1p112f);  // exact, subnormal numbers too
+    return twin::from_bits<float>(sign | (magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : scaled));
+}
+
+template <class T>
+T rounded(float x);
+template <>
+inline float rounded<float>(float x) { return x; }
+template <>
+inline bfloat16 rounded<bfloat16>(float x) {
+    const unsigned bits = twin::bits_of(x);
+    if (x != x) return {0x7fff};
+    return {static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16)};
+}
+template <>
+inline half rounded<half>(float x) {
+    const unsigned bits = twin::bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+    unsigned result;
+    if (magnitude > 0x7f800000u)
+        result = 0x7fffu;
+    else if (magnitude >= 0x47800000u)  // 2^16
+        result = 0x7c00u;
+    else if (magnitude < 0x38800000u)  // 2^-14: the sum with 1/2 has float16's smallest number as its last place
+        result = twin::bits_of(twin::from_bits<float>(magnitude) + 0.5f) - 0x3f000000u;
+    else
+        result = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1)) >> 13;
+    return {static_cast<unsigned short>(sign | result)};
+}
+template <class T>
+inline unsigned pack(float low, float high) { return rounded<T>(low).bits | unsigned(rounded<T>(high).bits) << 16; }
+
+inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline float maximum_of(float a, float b) { return a > b || b != b ? a : b; }  // as fmaxf: a number beats NaN
+inline float minimum_of(float a, float b) { return a < b || b != b ? a : b; }
+inline float exp2_of(float x) { return exp2f(x); }
+inline float log_of(float x) { return logf(x); }
+
+template <int BYTES, class T>
+inline void copy_async(void* shared, Global<T> from, bool inside) {
+    using namespace twin;
+    const void* global = from.pointer;
+    if (inside) {
+        check_global(global, BYTES);
+        if (reinterpret_cast<uintptr_t>(global) % BYTES) fail("an asynchronous copy of %d bytes from %p: not aligned", BYTES, global);
+    }
+    writing(shared, BYTES, machine.warp);
+    memset(shared, 0xff, BYTES);
+    const int t = thread();
+    if (machine.pending[t] == machine.room[t]) {
+        machine.room[t] = machine.room[t] ? 2 * machine.room[t] : 64;
+        machine.copies[t] = static_cast<Copy*>(realloc(machine.copies[t], machine.room[t] * sizeof(Copy)));
+    }
+    machine.copies[t][machine.pending[t]++] = {static_cast<char*>(shared), global, BYTES, inside};
+}
+inline void copies_wait() {
+    using namespace twin;
+    const int t = thread();
+    for (int i = 0; i < machine.pending[t]; ++i) {
+        const Copy& copy = machine.copies[t][i];
+        writing(copy.to, copy.bytes, machine.warp);
+        if (copy.inside)
+            memcpy(copy.to, copy.from, copy.bytes);
+        else
+            memset(copy.to, 0, copy.bytes);
+    }
+    machine.pending[t] = 0;
+}
+
+namespace twin {
+struct Shuffle {
+    float value;
+    int lane;
+    float result;
+};
+}  // namespace twin
+inline float from_lane(float value, int lane) {
+    twin::Shuffle mine{value, lane, 0.0f};
+    twin::meet(twin::SHUFFLE, &mine, [](twin::Warp& warp) {
+        for (const void* slot : warp.slots) {
+            auto* one = static_cast<twin::Shuffle*>(const_cast<void*>(slot));
+            one->result = static_cast<const twin::Shuffle*>(warp.slots[one->lane % twin::LANES])->value;
+        }
+    });
+    return mine.result;
+}
+inline float from_lane_xor(float value, int mask) { return from_lane(value, (thread_index() % 32) ^ mask); }
+
+namespace twin {
+struct Ldmatrix {
+    unsigned* to;
+    const unsigned short* row;
+};
+template <bool TRANSPOSED>
+inline void ldmatrix(Registers<unsigned, 4>& to, const void* row) {
+    reading(row, 16, machine.warp);
+    const Ldmatrix mine{to.at, static_cast<const unsigned short*>(row)};
+    meet(LDMATRIX, &mine, [](Warp& warp) {
+        const Ldmatrix* lanes[LANES];
+        for (int i = 0; i < LANES; ++i) lanes[i] = static_cast<const Ldmatrix*>(warp.slots[i]);
+        for (int i = 0; i < 4; ++i) {
+            for (int lane = 0; lane < LANES; ++lane) {
+                const int g = lane / 4, t = lane % 4;
+                const unsigned low = TRANSPOSED ? lanes[8 * i + 2 * t]->row[g] : lanes[8 * i + g]->row[2 * t];
+                const unsigned high = TRANSPOSED ? lanes[8 * i + 2 * t + 1]->row[g] : lanes[8 * i + g]->row[2 * t + 1];
+                lanes[lane]->to[i] = low | high << 16;
+            }
+        }
+    });
+}
+}  // namespace twin
+inline void ldmatrix(Registers<unsigned, 4>& to, const void* row) { twin::ldmatrix<false>(to, row); }
+inline void ldmatrix_transposed(Registers<unsigned, 4>& to, const void* row) { twin::ldmatrix<true>(to, row); }
+
+namespace twin {
+struct Mma {
+    float* c;
+    const unsigned* a;
+    unsigned b0, b1;
+};
+typedef float Eight __attribute__((vector_size(32)));
+}  // namespace twin
+// Products of two 16-bit numbers are exact in float32; the sum over k is taken in order.
+template <class T>
+inline void mma(Registers<float, 4>& c, const Registers<unsigned, 4>& a, unsigned b0, unsigned b1) {
+    const twin::Mma mine{c.at, a.at, b0, b1};
+    twin::meet(twin::MMA, &mine, [](twin::Warp& warp) {
+        alignas(32) unsigned short a[16][16], b[16][8];
+        alignas(32) float wide_a[16][16], wide_b[16][8], sums[16][8];
+        for (int lane = 0; lane < twin::LANES; ++lane) {
+            const auto& one = *static_cast<const twin::Mma*>(warp.slots[lane]);
+            const int g = lane / 4, t = lane % 4;
+            for (int i = 0; i < 4; ++i) {
+                memcpy(&a[g + 8 * (i % 2)][2 * t + 8 * (i / 2)], &one.a[i], 4);
+                sums[g + 8 * (i / 2)][2 * t + i % 2] = one.c[i];
+            }
+            for (int i = 0; i < 2; ++i) {
+                b[2 * t + i][g] = static_cast<unsigned short>(one.b0 >> 16 * i);
+                b[2 * t + 8 + i][g] = static_cast<unsigned short>(one.b1 >> 16 * i);
+            }
+        }
+        for (int i = 0; i < 256; ++i) wide_a[i / 16][i % 16] = to_float(T{a[i / 16][i % 16]});
+        for (int i = 0; i < 128; ++i) wide_b[i / 8][i % 8] = to_float(T{b[i / 8][i % 8]});
+        for (int r = 0; r < 16; ++r) {
+            twin::Eight sum;
+            memcpy(&sum, sums[r], sizeof sum);
+            for (int k = 0; k < 16; ++k) {
+                twin::Eight row;
+                memcpy(&row, wide_b[k], sizeof row);
+                sum += wide_a[r][k] * row;
+            }
+            memcpy(sums[r], &sum, sizeof sum);
+        }
+        for (int lane = 0; lane < twin::LANES; ++lane) {
+            const auto& one = *static_cast<const twin::Mma*>(warp.slots[lane]);
+            for (int i = 0; i < 4; ++i) one.c[i] = sums[lane / 4 + 8 * (i / 2)][2 * (lane % 4) + i % 2];
+        }
+    });
+}
