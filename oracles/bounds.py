@@ -137,6 +137,10 @@ class Evaluation:
     bounds: list[Attention]
     casts: list[Attention]
 
+    def casts_of(self, arithmetic: Arithmetic) -> list[Attention]:
+        """Those that a claim allows for: one that keeps its weights in float32 casts nothing but the output, which delta may be taken from."""
+        return self.casts if arithmetic.weights == "input" else self.casts[-1:]
+
 
 def evaluate(problem: Problem, claims: Sequence[Claim], block_scores: int = naive.BLOCK_SCORES) -> Evaluation:
     """The float64 answer and everything that it is judged by, in one pass over the rows."""

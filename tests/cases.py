@@ -66,6 +66,8 @@ class Case:
             raise ValueError(f"case: every size is at least 1 in {self!r}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout: {self.dropout:g} is no probability below 1")
+        if self.blocks is not None and not 0.0 <= self.blocks <= 1.0:
+            raise ValueError(f"blocks: {self.blocks:g} is no share between 0 and 1")
 
     def __str__(self) -> str:
         heads = f"h{self.heads}" if self.kv_heads == self.heads else f"h{self.heads}/{self.kv_heads}"
@@ -119,13 +121,19 @@ _WORDS: tuple[tuple[str, dict[str, type]], ...] = (
 )
 
 
+_SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "dim")
+
+
 def _parse_word(word: str) -> dict[str, object]:
     for field, kind in (("dtype", Dtype), ("mask", Masking), ("family", Family), ("layout", Layout)):
         if word in get_args(kind):
             return {field: word}
     for pattern, fields in _WORDS:
         if match := re.fullmatch(pattern, word):
-            return {field: kind(text) for (field, kind), text in zip(fields.items(), match.groups(), strict=True)}
+            found: dict[str, object] = {field: kind(text) for (field, kind), text in zip(fields.items(), match.groups(), strict=True)}
+            if any(value == 0 for field, value in found.items() if field in _SIZES):
+                raise ValueError(f"case: in the word {word!r} a size is 0; every size is at least 1")
+            return found
     raise ValueError(f"case: the word {word!r} is unknown; a case looks like '{Case(family='spike', magnitude=30.0, seed=7)}'")
 
 

@@ -1,7 +1,7 @@
 """Judges an answer: the exact result with its certainty, the bound of the claim, rho and bias for every tensor."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -12,7 +12,7 @@ from oracles import ball, bounds, verdict
 from oracles.naive import Attention
 from oracles.problem import Problem
 from reports.record import Certainty
-from tests.cases import Case, inputs
+from tests.cases import Case, Inputs, inputs
 from tests.running import Answer, TensorName
 
 CERTIFIED_PRODUCTS = 2**21  # batch x heads x queries x keys x dim up to which every element is enclosed in a ball
@@ -72,20 +72,26 @@ def _exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
     and a small step waits longer for its turn than it takes.
     """
     problem = inputs(case, device).problem(case)
-    claim = bounds.Claim(arithmetic)
-    evaluation = bounds.evaluate(problem, [claim, bounds.FLOAT64, bounds.without_casts(claim)])
-    answer, (bound, error, statistical) = _on_cpu(evaluation.answer), (_on_cpu(each) for each in evaluation.bounds)
-    casts = [_on_cpu(each) for each in evaluation.casts]
-    certainty: Certainty = "bounded"
+    bounded = _bounded(problem, arithmetic)
     if case.batch * case.heads * case.queries * case.keys * case.dim <= CERTIFIED_PRODUCTS:
         answer, error = _enclosed(case)
-        certainty = "certified"
-    elif case.keys >= SAMPLED_FROM:
+        return replace(bounded, answer=answer, error=error, certainty="certified")
+    if case.keys >= SAMPLED_FROM:
         if case not in _sampled:
-            _check_sampled_rows(problem, answer, error)
+            _check_sampled_rows(problem, bounded.answer, bounded.error)
             _sampled.add(case)
-        certainty = "sampled"
-    return Exact(answer, error, bound, statistical, bounds.has_statistical_gate(problem, arithmetic), casts, certainty)
+        return replace(bounded, certainty="sampled")
+    return bounded
+
+
+def _bounded(problem: Problem, arithmetic: Arithmetic) -> Exact:
+    """The float64 result with its own bound, whatever the problem."""
+    claim = bounds.Claim(arithmetic)
+    evaluation = bounds.evaluate(problem, [claim, bounds.FLOAT64, bounds.without_casts(claim)])
+    bound, error, statistical = (_on_cpu(each) for each in evaluation.bounds)
+    casts = [_on_cpu(each) for each in evaluation.casts_of(arithmetic)]
+    gates = bounds.has_statistical_gate(problem, arithmetic)
+    return Exact(_on_cpu(evaluation.answer), error, bound, statistical, gates, casts, "bounded")
 
 
 _exact_short = lru_cache(maxsize=256)(_exact)
@@ -122,10 +128,9 @@ def check_rows(problem: Problem, answer: Attention, error: Attention, batch: int
             raise AssertionError(f"the float64 oracle is outside its own bound in {name}, batch {batch}, head {head}, rows {rows}")
 
 
-def judge(answer: Answer, case: Case, arithmetic: Arithmetic, names: tuple[TensorName, ...]) -> list[Judged]:
-    """The verdict on each of the named tensors that the answer has."""
-    device = answer["out"].device.type
-    truth = exact(case, arithmetic, device)
+def judge(answer: Answer, case: Case, arithmetic: Arithmetic, names: tuple[TensorName, ...], given: Inputs | None = None) -> list[Judged]:
+    """The verdict on each of the named tensors that the answer has. `given`: the tensors that it answered, where they are not the case's own."""
+    truth = _bounded(given.problem(case), arithmetic) if given else exact(case, arithmetic, answer["out"].device.type)
     verdicts = [_judge_tensor(answer[name].cpu(), name, truth) for name in names if name in answer]
     if truth.certainty == "sampled":
         _check_worst_row(verdicts, case, truth)

@@ -22,7 +22,7 @@ import torch
 from impls import catalogue
 from impls.spec import DTYPES, Device, Dtype, Implementation
 from reports.record import Absence, Claim, Environment, Judgement, Record, append
-from tests.cases import Case, not_claimed
+from tests.cases import Case, inputs, not_claimed
 from tests.subject import Subject, summary
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,9 +65,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Processes, unless -n says: one a core. None beside this one for one case, and for benchmarks, which must have the machine to themselves."""
     if config.getoption("--benchmark-only", default=False) or config.getoption("--case") or config.option.collectonly:
         return 0
-    config.option.dist = "worksteal"
     cores = len(os.sched_getaffinity(0))
-    return min(cores, WORKERS_ON_GPU) if torch.cuda.is_available() else cores
+    if not torch.cuda.is_available():
+        config.option.dist = "worksteal"  # neighbours stay together, and share the exact results that a process remembers
+        return cores
+    # One at a time, the heaviest first: what one process has compiled the others find on disk.
+    config.option.dist, config.option.maxschedchunk = "load", 1
+    return min(cores, WORKERS_ON_GPU)
 
 
 # ------------------------------------------------------------------------------------------------ what is run over what
@@ -156,7 +160,12 @@ STATE = pytest.StashKey[State]()
 
 
 def _parsed_case(line: str | None) -> Case | None:
-    return None if line is None else Case.parse(line)
+    """The case of the command line. Raises ValueError for one that cannot be built: a word unknown, numbers beyond the dtype."""
+    if line is None:
+        return None
+    case = Case.parse(line)
+    inputs(case)
+    return case
 
 
 def _loaded(name: str, *, asked_for: bool) -> tuple[Implementation | None, str | None]:
@@ -216,7 +225,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [item for item in checks if _target(item) is not None]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
-    # The checks with the most cases first, so that no long one is left to the end; and those of one grid together, whose exact results are then remembered.
+    # The checks with the most to do first, so that no long one is left to the end; and those of one grid together, whose exact results are then remembered.
     items.sort(key=lambda item: _weight(state, item))
     for item in items:
         target = _target(item)
@@ -236,7 +245,10 @@ def _target(item: pytest.Item) -> Target | None:
 
 def _weight(state: State, item: pytest.Item) -> tuple[str, int]:
     target, marker = _target(item), item.get_closest_marker("check")
-    return ("", 0) if target is None or marker is None else (target.device, -len(state.cases(marker, target)))
+    if target is None or marker is None:
+        return "", 0
+    passes = 2 if "backward" in marker.kwargs.get("claims", ()) else 1
+    return target.device, -passes * len(state.cases(marker, target))
 
 
 def _check_name(item: pytest.Item) -> str:
@@ -364,12 +376,18 @@ def _unverified(state: State) -> list[str]:
     return untouched + unverified or ([] if any(state.passed.values()) else list(reasons) or state.selected)  # a run that verified nothing is no success
 
 
+def _outside(case: Case | None, target: Target) -> str | None:
+    """Which feature of the case of the command line a target does not claim."""
+    feature = not_claimed(case, target.implementation.supports) if case and target.implementation else None
+    return f"does not claim the case: {feature}" if feature else None
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     state = config.stash[STATE]
     if state.is_worker or config.option.collectonly:
         return
     if state.selected:
-        reasons = {target.name: target.missing for target in state.targets}
+        reasons = {target.name: target.missing or _outside(state.case, target) for target in state.targets}
         for name in _unverified(state):
             terminalreporter.write_line(f"not verified: {name} ({reasons.get(name) or 'no case was judged'})", red=True)
         for (name, dtype), said in state.refused.items():

@@ -4,7 +4,6 @@ A check is a test function that takes `subject` and carries `@pytest.mark.check(
 """
 
 import math
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from impls.spec import Device, Dtype, Implementation
-from reports.record import Element, Judgement, Record, Status
+from reports import wording
+from reports.record import Element, Judgement, Record, Status, figure
 from tests import judging, profiles
 from tests.cases import Case, Inputs, inputs
 from tests.judging import Judged
@@ -22,6 +22,7 @@ from tests.running import Answer, Fault, Refused, TensorName, attend
 
 FORWARD: tuple[TensorName, ...] = ("out", "lse")
 BACKWARD: tuple[TensorName, ...] = ("dq", "dk", "dv")
+REPETITIONS = 16  # of a call whose bits may vary from run to run
 
 
 @dataclass(eq=False)
@@ -47,10 +48,12 @@ class Subject:
         answer = self.attend(case, backward=not set(names) <= set(FORWARD))
         return [] if answer is None else self.judge_answer(answer, case, names, axes=axes)
 
-    def judge_answer(self, answer: Answer, case: Case, names: tuple[TensorName, ...], *, axes: dict[str, float] | None = None) -> list[Judged]:
-        """Judges tensors that a kernel answered for a case."""
+    def judge_answer(
+        self, answer: Answer, case: Case, names: tuple[TensorName, ...], *, axes: dict[str, float] | None = None, given: Inputs | None = None
+    ) -> list[Judged]:
+        """Judges tensors that a kernel answered for a case, or for its shape and mask with the tensors `given`."""
         arithmetic = self.implementation.arithmetic(self.dtype, self.device)
-        verdicts = judging.judge(answer, case, arithmetic, names)
+        verdicts = judging.judge(answer, case, arithmetic, names, given)
         for judged in verdicts:
             self._record_judged(judged, case, answer.seconds, axes or {})
         return verdicts
@@ -98,21 +101,25 @@ class Subject:
         values = f"{first[index].item()} and {second[index].item()}"
         self.fail(case, f"{message}: {name} differs in {int(apart.sum())} of {apart.numel()} elements, first at {list(index)}: {values}")
 
-    def varies(self, case: Case, name: TensorName, given: Inputs, first: Tensor) -> bool:
-        """Whether the same call gives other bits in this tensor from one run to the next, as sums by atomics do; never of those that claim otherwise."""
+    def varies(self, case: Case, name: TensorName, *runs: tuple[Inputs, Tensor]) -> bool:
+        """Whether the same call gives other bits in this tensor from one run to the next, as sums by atomics do; never of those that claim otherwise.
+
+        runs: tensors and what was answered to them, once. Each is answered again until one answer differs; rare ones take many tries.
+        """
         if self.implementation.supports.deterministic:
             return False
-        for _ in range(16):
-            again = self.attend(case, backward=name in BACKWARD, given=given)
-            if again is None or not torch.equal(again[name], first):
-                return True
+        for _ in range(REPETITIONS):
+            for given, first in runs:
+                again = self.attend(case, backward=name in BACKWARD, given=given)
+                if again is None or not torch.equal(again[name], first):
+                    return True
         return False
 
     def fail(self, case: Case, message: str) -> None:
         """Records a failure without figures."""
         self.judged += 1
         self._emit(case, "failed", message=message)
-        self.failures.append(f"{self.implementation.name}  {self.dtype}  {self.check}\n{message}\n{self.again(case)}")
+        self.failures.append(wording.failure_block(self._judgement(case, "failed", message=message)))
 
     # ------------------------------------------------------------------------------------------------ search
 
@@ -167,77 +174,44 @@ class Subject:
 
     # ------------------------------------------------------------------------------------------------ records and words
 
-    def again(self, case: Case) -> str:
-        """The command that repeats a case."""
-        device = "" if self.device == "cpu" else f" --device {self.device}"
-        return f"again: pytest --impl {shlex.quote(self.implementation.name)}{device} --case '{case}'"
+    def _judgement(self, case: Case, status: Status, **fields: object) -> Judgement:
+        about: dict[str, str] = {"run": self.run, "implementation": self.implementation.name, "check": self.check, "case": str(case)}
+        return Judgement(**about, dtype=self.dtype, device=self.device, status=status, **fields)  # type: ignore[arg-type]
 
     def _emit(self, case: Case, status: Status, **fields: object) -> None:
         if status == "failed" and self.defect:
             status, fields["message"], fields["link"] = "known defect", self.defect["seen"], self.defect["link"]
-        self.emit(
-            Judgement(
-                run=self.run,
-                implementation=self.implementation.name,
-                check=self.check,
-                case=str(case),
-                dtype=self.dtype,
-                device=self.device,
-                status=status,
-                **fields,  # type: ignore[arg-type]
-            )
-        )
+        self.emit(self._judgement(case, status, **fields))
 
     def _record_judged(self, judged: Judged, case: Case, seconds: float, axes: dict[str, float]) -> None:
         self.judged += 1
-        message = ""
-        if not judged.passed:
-            message = self._block(judged, case)
-            self.failures.append(message)
-        worst = judged.rho.worst
-        self._emit(
-            case,
-            "passed" if judged.passed else "failed",
-            tensor=judged.tensor,
-            rho=_number(judged.rho.value),
-            rho_statistical=_number(judged.statistical.value) if judged.statistical else None,
-            bias=judged.bias.value if judged.bias else None,
-            bias_error=judged.bias.standard_error if judged.bias else None,
-            bias_allowance=judged.bias.allowance if judged.bias else None,
-            certainty=judged.certainty,
-            worst=Element(
+        worst = judged.rho.worst if judged.statistical is None or judged.rho.value >= judged.statistical.value else judged.statistical.worst
+        fields: dict[str, object] = {
+            "tensor": judged.tensor,
+            "rho": figure(judged.rho.value),
+            "rho_statistical": figure(judged.statistical.value) if judged.statistical else None,
+            "bias": judged.bias.value if judged.bias else None,
+            "bias_error": judged.bias.standard_error if judged.bias else None,
+            "bias_allowance": judged.bias.allowance if judged.bias else None,
+            "certainty": judged.certainty,
+            "worst": Element(
                 index=worst.index,
-                got=_number(worst.got),
-                exact=_number(worst.exact),
-                error=_number(worst.error),
-                bound=_number(worst.bound),
+                got=figure(worst.got),
+                exact=figure(worst.exact),
+                error=figure(worst.error),
+                bound=figure(worst.bound),
                 note="" if judged.passed else judging.describe_row(case, self.device, worst.index, judged.tensor),
             ),
-            seconds=seconds,
-            message=message,
-            axes=axes,
-        )
-
-    def _block(self, judged: Judged, case: Case) -> str:
-        """The failure as a reader sees it: how much, where, what the row is like, from which magnitude on, and the command that repeats it."""
-        gate, rho = ("statistical bound", judged.statistical) if judged.statistical and judged.statistical.value > judged.rho.value else ("bound", judged.rho)
-        worst = rho.worst
-        axes = ("batch", "head", "query", "dim") if judged.tensor in ("out", "lse", "dq") else ("batch", "head", "key", "dim")
-        place = ", ".join(f"{axis} {i}" for axis, i in zip(axes, worst.index, strict=False))
-        figures = f"rho {rho.value:.3g}   error {worst.error:.2g}, {gate} {worst.bound:.2g}, {judged.certainty}"
-        lines = [
-            f"{self.implementation.name}  {judged.tensor}  {self.dtype}  {figures}",
-            f"worst at [{place}]: got {worst.got:.6g}, exact {worst.exact:.6g}",
-            judging.describe_row(case, self.device, worst.index, judged.tensor),
-        ]
-        if judged.bias and judged.bias.leans:
-            unit = "bounds" if self.dtype == "float32" else "output ulps"
-            lines.append(
-                f"leans by {judged.bias.value:+.3g} {unit} on average, standard error {judged.bias.standard_error:.2g}, allowed {judged.bias.allowance:.2g}"
-            )
-        if len(self.failures) == 0:
-            lines.append(self._onset(case, judged.tensor))
-        return "\n".join([line for line in lines if line] + [self.again(case)])
+            "seconds": seconds,
+            "axes": axes,
+        }
+        if judged.passed:
+            self._emit(case, "passed", **fields)
+            return
+        onset = "" if self.failures else self._onset(case, judged.tensor)  # the first failure tells from which magnitude on
+        message = wording.failure_block(self._judgement(case, "failed", **fields), onset)
+        self.failures.append(message)
+        self._emit(case, "failed", **fields, message=message)
 
     def _onset(self, case: Case, name: TensorName) -> str:
         """From which magnitude on the case fails, found by halving and, where that is no answer, nothing."""
@@ -253,10 +227,6 @@ class Subject:
                 return ""
             magnitude /= 2.0
         return f"fails at every magnitude from {magnitude:g} to {case.magnitude:g}"
-
-
-def _number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
 
 
 def summary(subject: Subject, most: int = 3) -> str:

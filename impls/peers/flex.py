@@ -1,6 +1,6 @@
 """FlexAttention (`torch.nn.attention.flex_attention`), compiled: Triton kernels that PyTorch writes for the mask of the call.
 
-For CUDA alone: on a CPU it has no backward pass. It compiles once for each kind of call, which takes seconds.
+For CUDA alone: on a CPU it has no backward pass. It compiles once for each kind of call, which takes seconds, for all lengths at once (`dynamic`).
 """
 
 from functools import cache
@@ -17,7 +17,7 @@ from impls.spec import Alignment, Device, Implementation, Supports
 @cache
 def compiled() -> Any:
     """FlexAttention as a kernel. Uncompiled it would be textbook attention, so what cannot be compiled is an error (`fullgraph`)."""
-    return torch.compile(flex_attention, fullgraph=True)
+    return torch.compile(flex_attention, fullgraph=True, dynamic=True)
 
 
 def attention(
@@ -68,7 +68,7 @@ implementation = Implementation(
     name="flex",
     attention=attention,
     # FlexAttention takes more than this; but each kind of call is compiled for some ten seconds, and a claim has to be verified in minutes.
-    supports=Supports(dtypes=("float16", "bfloat16"), devices=("cuda",), causal=("top_left",), block_mask=True, lse=True, dims=(64, 256), dim_multiple=64),
+    supports=Supports(dtypes=("float16", "bfloat16"), devices=("cuda",), causal=("top_left",), block_mask=True, lse=True, dims=(64, 128), dim_multiple=64),
     summary="PyTorch's FlexAttention, compiled for the mask; claimed for 16 bit, usual head dims and block masks only.",
     missing=missing,
     bare=True,

@@ -32,6 +32,7 @@ from impls.triton.primitives import (
     dot,
     head_of,
     kept,
+    kernel,
     load_tile,
     missing,
     padded_dim,
@@ -69,7 +70,7 @@ class Tiles:
 # On a GPU, by the bits of the dtype and the largest head dim: no register spilled up to dim 128 on sm_80, sm_90 and sm_100, shared memory within the
 # 163 KB of sm_80. float32 products run on the plain units, whose operands pass through registers.
 TILES = {
-    (16, 64): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(64, 64, 8, 2), dquery=Tile(128, 64, 8, 2)),
+    (16, 64): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(64, 64, 8, 2), dquery=Tile(128, 32, 8, 2)),
     (16, 128): Tiles(forward=Tile(128, 32, 8, 2), dkey_dvalue=Tile(32, 64, 8, 2), dquery=Tile(128, 32, 8, 2)),
     (16, 256): Tiles(forward=Tile(64, 32, 4, 2), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(64, 32, 8, 2)),
     (32, 64): Tiles(forward=Tile(64, 32, 8, 2), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(64, 32, 8, 2)),
@@ -195,7 +196,7 @@ def attend(
     return accumulator, maximum, total
 
 
-@triton.jit(do_not_specialize=("offset", "seed", "last_dropped"))
+@kernel
 def forward_kernel(
     query, key, value, out, lse, lists,
     query_strides, key_strides, value_strides, out_strides, lists_strides,
@@ -246,7 +247,7 @@ def forward_kernel(
 # --------------------------------------------------------------------------------------------------------------------------- backward
 
 
-@triton.jit
+@kernel
 def delta_kernel(
     out, dout, delta,
     out_strides, dout_strides,
@@ -318,7 +319,7 @@ def gradients_of_keys(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=("offset", "seed", "last_dropped"))
+@kernel
 def dkey_dvalue_kernel(
     query, key, value, dout, lse, delta, dkey, dvalue, lists,
     query_strides, key_strides, value_strides, dout_strides, dkey_strides, dvalue_strides, lists_strides,
@@ -400,7 +401,7 @@ def gradients_of_queries(
     return dq
 
 
-@triton.jit(do_not_specialize=("offset", "seed", "last_dropped"))
+@kernel
 def dquery_kernel(
     query, key, value, dout, lse, delta, dquery, lists,
     query_strides, key_strides, value_strides, dout_strides, dquery_strides, lists_strides,
@@ -456,10 +457,10 @@ def forward_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, out: T
 
 
 def delta_launch(call: Call, out: Tensor, dout: Tensor, delta: Tensor) -> Launch:
-    """One program for each 32 queries of each head. Fills delta."""
+    """One program for each 16 queries of each head. Fills delta."""
     arguments = with_strides(out=out, dout=dout) | {"delta": delta, "heads": call.heads, "queries": call.queries}
-    constants = {"DIM": call.dim, "PADDED_DIM": padded_dim(call.dim), "QUERIES": 32}
-    return Launch(delta_kernel, (triton.cdiv(call.queries, 32) * call.heads * call.batch,), arguments | constants, num_warps=4, num_stages=1)
+    constants = {"DIM": call.dim, "PADDED_DIM": padded_dim(call.dim), "QUERIES": 16}
+    return Launch(delta_kernel, (triton.cdiv(call.queries, 16) * call.heads * call.batch,), arguments | constants, num_warps=4, num_stages=1)
 
 
 def dkey_dvalue_launch(

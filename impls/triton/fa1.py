@@ -24,7 +24,6 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
@@ -40,6 +39,7 @@ from impls.triton.primitives import (
     device_function,
     dot,
     kept,
+    kernel,
     load_tile,
     missing,
     padded_dim,
@@ -91,7 +91,7 @@ def finite(maximum):
     return tl.where(maximum == -INFINITY, 0.0, maximum)
 
 
-@triton.jit
+@kernel
 def forward_kernel(
     query, key, value, query_strides, key_strides, value_strides,
     out, row_max, row_sum,  # contiguous and float32; they enter as 0, -inf, 0
@@ -156,7 +156,7 @@ def forward_kernel(
         tl.debug_barrier()  # the next key tile reads what other threads of this program wrote
 
 
-@triton.jit
+@kernel
 def backward_kernel(
     query, key, value, dout, query_strides, key_strides, value_strides, dout_strides,
     out, row_max, row_sum,  # contiguous, as the forward left them; out in the inputs' dtype
@@ -249,7 +249,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call, tile: Tiles) 
     tensors = with_strides(query=query, key=key, value=value) | {"out": out, "row_max": row_max, "row_sum": row_sum}
     sizes = {"heads": call.heads, "groups": call.groups, "queries": call.queries, "keys": call.keys, "offset": call.offset}
     arguments = tensors | sizes | _scaling(call) | _dropout(call) | _constants(call, tile)
-    Launch(forward_kernel, (call.batch * call.heads,), arguments, **OPTIONS).run()
+    Launch(forward_kernel, (call.batch * call.heads,), arguments, **options(query.dtype)).run()
     return Forward(out.to(query.dtype), row_max, row_sum)
 
 
@@ -261,13 +261,17 @@ def backward(query: Tensor, key: Tensor, value: Tensor, dout: Tensor, saved: For
     tensors = with_strides(query=query, key=key, value=value, dout=dout) | saved._asdict() | {"dquery": dquery, "dkey": dkey, "dvalue": dvalue}
     sizes = {"kv_heads": call.kv_heads, "groups": call.groups, "queries": call.queries, "keys": call.keys, "offset": call.offset, "scale": call.scale}
     arguments = tensors | sizes | _scaling(call) | _dropout(call) | _constants(call, tile)
-    Launch(backward_kernel, (call.batch * call.kv_heads,), arguments, **OPTIONS).run()
+    Launch(backward_kernel, (call.batch * call.kv_heads,), arguments, **options(query.dtype)).run()
     return dquery.to(query.dtype), dkey, dvalue
 
 
-# Nothing to pipeline: the loops hold barriers. One program for each head leaves the chip room, so a thread may have every register there is; left to itself
-# the compiler spills a few bytes to fit more programs in.
-OPTIONS: dict[str, int] = {"num_warps": 4, "num_stages": 1, "max_registers": 255}
+def options(dtype: torch.dtype) -> dict[str, int]:
+    """How the kernels are compiled. Nothing to pipeline: the loops hold barriers. In float32 the operands of products pass through registers: more warps.
+
+    One program for each head leaves the chip room, so a thread may have every register there is; left to itself the compiler spills a few bytes to
+    fit more programs in.
+    """
+    return {"num_warps": 8 if dtype == torch.float32 else 4, "num_stages": 1, "max_registers": 255}
 
 
 def _scaling(call: Call) -> dict[str, float]:
@@ -369,6 +373,7 @@ implementation = Implementation(
         lse=True,
         deterministic=True,
         batch_invariant=True,
+        linear_memory=True,
     ),
     arithmetic=arithmetic,
     missing=missing,

@@ -35,6 +35,7 @@ from impls.triton.primitives import (
     dot,
     head_of,
     kept,
+    kernel,
     load_tile,
     missing,
     padded_dim,
@@ -74,7 +75,7 @@ TILES = {
     (16, 128): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(64, 64, 8, 2), dquery=Tile(128, 32, 8, 2)),
     (16, 256): Tiles(forward=Tile(64, 32, 4, 2), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(64, 32, 8, 2)),
     (32, 64): Tiles(forward=Tile(64, 32, 8, 2), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(64, 32, 8, 2)),
-    (32, 128): Tiles(forward=Tile(32, 32, 8, 1), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(32, 16, 8, 2)),
+    (32, 128): Tiles(forward=Tile(32, 32, 8, 1), dkey_dvalue=Tile(16, 32, 8, 2), dquery=Tile(32, 16, 8, 1)),
     (32, 256): Tiles(forward=Tile(16, 16, 8, 1), dkey_dvalue=Tile(16, 16, 8, 1), dquery=Tile(16, 16, 8, 1)),
 }
 # With dropout in 16 bit, up to dim 128: the ten rounds of Philox need registers of their own.
@@ -127,7 +128,7 @@ def attend(
     return accumulator, maximum, total
 
 
-@triton.jit(do_not_specialize=("offset", "seed", "last_dropped"))
+@kernel
 def forward_kernel(
     query, key, value, out, lse,
     query_strides, key_strides, value_strides, out_strides,
@@ -184,7 +185,7 @@ def forward_kernel(
 # --------------------------------------------------------------------------------------------------------------------------- backward
 
 
-@triton.jit
+@kernel
 def delta_kernel(
     out, dout, delta,
     out_strides, dout_strides,
@@ -256,7 +257,7 @@ def gradients_of_keys(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=("offset", "seed", "last_dropped"))
+@kernel
 def dkey_dvalue_kernel(
     query, key, value, dout, lse, delta, dkey, dvalue,
     query_strides, key_strides, value_strides, dout_strides, dkey_strides, dvalue_strides,
@@ -347,7 +348,7 @@ def gradients_of_queries(
     return dq
 
 
-@triton.jit(do_not_specialize=("offset", "seed", "last_dropped"))
+@kernel
 def dquery_kernel(
     query, key, value, dout, lse, delta, dquery,
     query_strides, key_strides, value_strides, dout_strides, dquery_strides,
@@ -407,10 +408,10 @@ def forward_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, out: T
 
 
 def delta_launch(call: Call, out: Tensor, dout: Tensor, delta: Tensor) -> Launch:
-    """One program for each 32 queries of each head. Fills delta."""
+    """One program for each 16 queries of each head. Fills delta."""
     arguments = with_strides(out=out, dout=dout) | {"delta": delta, "heads": call.heads, "queries": call.queries}
-    constants = {"DIM": call.dim, "PADDED_DIM": padded_dim(call.dim), "QUERIES": 32}
-    return Launch(delta_kernel, (triton.cdiv(call.queries, 32) * call.heads * call.batch,), arguments | constants, num_warps=4, num_stages=1)
+    constants = {"DIM": call.dim, "PADDED_DIM": padded_dim(call.dim), "QUERIES": 16}
+    return Launch(delta_kernel, (triton.cdiv(call.queries, 16) * call.heads * call.batch,), arguments | constants, num_warps=4, num_stages=1)
 
 
 def dkey_dvalue_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dkey: Tensor, dvalue: Tensor) -> Launch:
@@ -542,6 +543,7 @@ implementation = Implementation(
         lse=True,
         deterministic=True,
         batch_invariant=True,
+        linear_memory=True,
     ),
     arithmetic=_arithmetic,
     missing=missing,

@@ -28,6 +28,17 @@ def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return function if INTERPRETED.value else triton.jit(function)
 
 
+# Arguments whose values a kernel is not compiled for. Triton would compile again for a size of 1 and for one that 16 divides, and no load gets wider by it:
+# how tensors are aligned is said by UNIT, of their strides. The group size stays out of it: that it is 1 saves the registers of a division.
+_SIZES = ("heads", "kv_heads", "queries", "keys", "offset", "seed", "last_dropped")
+_STRIDES = tuple(f"{name}_strides" for name in ("query", "key", "value", "out", "dout", "dquery", "dkey", "dvalue", "lists"))
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Marks a kernel. It is compiled for its constants, its dtypes and strides of 1, not for each kind of length."""
+    return triton.jit(function, do_not_specialize=_SIZES, do_not_specialize_on_alignment=_STRIDES)
+
+
 @device_function
 def dot(a, b, accumulator=None):
     """a b + accumulator in float32: exact products of the operands' own dtype, and no TF32."""

@@ -17,7 +17,7 @@ def _tensors(subject: Subject) -> tuple[TensorName, ...]:
     return FORWARD + BACKWARD if subject.implementation.supports.backward else FORWARD
 
 
-@pytest.mark.check(grid=grids.masked)
+@pytest.mark.check(grid=grids.masked, single=False)
 def test_masked(subject: Subject) -> None:
     """Causal at queries <, =, > keys, both alignments, block masks: inside the bound."""
     for case in subject.cases:
@@ -62,8 +62,9 @@ def _replace_hidden(subject: Subject, *, large: bool) -> None:
         for name in _tensors(subject):
             if name not in first:
                 continue
-            if not torch.equal(first[name], second[name]) and subject.varies(case, name, plain, first[name]):
-                continue  # no two runs agree: only the bound can judge it, and it does so in every other check
+            if not torch.equal(first[name], second[name]) and subject.varies(case, name, (plain, first[name]), (other, second[name])):
+                subject.judge_answer(second, case, (name,), given=other)
+                continue
             one, two = first[name], second[name]
             if name in ("dk", "dv"):
                 one, two = torch.where(hidden, 0.0, one), torch.where(hidden, 0.0, two)
@@ -93,18 +94,18 @@ def test_memory_outside_changes_nothing(subject: Subject) -> None:
     """NaN around the tensors and between their rows, against zeros there: bitwise the same, and finite."""
     backward = subject.implementation.supports.backward
     for case in subject.cases:
-        answers = [subject.attend(case, backward=backward, given=inputs(case, subject.device, outside)) for outside in (0.0, math.nan)]
-        clean, poisoned = answers
+        zeros, nan = (inputs(case, subject.device, outside) for outside in (0.0, math.nan))
+        clean, poisoned = (subject.attend(case, backward=backward, given=given) for given in (zeros, nan))
         if clean is None or poisoned is None:
             continue
         for name in clean.tensors:
-            if not torch.equal(clean[name], poisoned[name]) and subject.varies(case, name, inputs(case, subject.device, 0.0), clean[name]):
+            if not torch.equal(clean[name], poisoned[name]) and subject.varies(case, name, (zeros, clean[name]), (nan, poisoned[name])):
                 subject.judge_answer(poisoned, case, (name,))
                 continue
             subject.expect_equal(clean[name], poisoned[name], case, name, "NaN in memory outside the tensors changed the result")
 
 
-@pytest.mark.check(grid=grids.empty_rows)
+@pytest.mark.check(grid=grids.empty_rows, single=False)
 def test_empty_rows(subject: Subject) -> None:
     """A query that sees no key: output 0, lse -inf, gradient 0; and nothing of it in the gradients of keys and values."""
     for case in subject.cases:
@@ -118,12 +119,13 @@ def test_alignments(subject: Subject) -> None:
         twin = replace(case, mask="causal")
         if case.mask != "causal-br" or "top_left" not in subject.implementation.supports.causal:
             continue
-        first, second = subject.attend(case, backward=False), subject.attend(twin, backward=False)
+        given = inputs(case, subject.device)
+        first, second = subject.attend(case, backward=False, given=given), subject.attend(twin, backward=False, given=given)
         if first is None or second is None:
             continue
         if case.queries == case.keys:
-            if not torch.equal(first["out"], second["out"]) and subject.varies(case, "out", inputs(case, subject.device), first["out"]):
-                continue  # no two runs agree
+            if not torch.equal(first["out"], second["out"]) and subject.varies(case, "out", (given, first["out"])):
+                continue  # no two runs agree, and each is inside the bound: masks/masked sees to it
             subject.expect_equal(first["out"], second["out"], case, "out", "with queries == keys the two alignments are one mask, and they differ")
         else:
             subject.expect(
