@@ -189,18 +189,17 @@ KERNEL(forward)(View<const Element> query, View<const Element> key, View<const E
             attend<false>(row, held, k[now], v[now], problem, mask, place, visits.first(visit));
     }
 
-    // A row that saw no key has maximum -inf and total 0: its LSE is -inf by itself, and its output 0 / 1.
+    // A row that saw no key has maximum -inf and total 0: its LSE is -inf by itself, and its output 0.
     const Global<float> row_lse = lse + first_row_of(problem, place.batch, place.head);
-    Registers<float, ROWS / 8> divisor;
+    Registers<float, ROWS / 8> factors;
     UNROLL
     for (int r = 0; r < ROWS / 8; ++r) {
         const float total = quad_sum(row.total[r]);
         const int at = place.first + warp_row() + row.out.row(r / 2, 2 * (r % 2));
         if (lane_index() % 4 == 0 && at < problem.queries) row_lse[at] = multiply_add(row.maximum[r], problem.magnitude, log_of(total));
-        divisor[r] = total == 0.0f ? 1.0f : total;
+        factors[r] = problem.kept_scale / (total == 0.0f ? 1.0f : total);
     }
-    row.out.each([&](float& sum, int m, int, int i) { sum = sum / divisor[row.out.slot(m, i)]; });
-    store_rows(head_of(out, place.batch, place.head, problem.queries, problem.dim), row.out, problem.kept_scale, place.first + warp_row());
+    store_rows(head_of(out, place.batch, place.head, problem.queries, problem.dim), row.out, factors, place.first + warp_row());
 }
 EXPORT(forward)
 
@@ -257,22 +256,25 @@ DEVICE void add_gradients(Sums<ROWS, PART>& dk, Sums<ROWS, PART>& dv, Tile<DIM> 
         score = weight_of(with_sign(score), read(lse + p.column(n, i)), problem.magnitude);
         if (MASKED && hidden(m, n, i)) score = 0.0f;
     });
+    if (DROPOUT) {  // a dropped weight is still needed for dS: until then it carries a minus
+        p.each([&](float& weight, int m, int n, int i) {
+            if (!kept(problem.seed, problem.last_dropped, place.batch, head, first_query + p.column(n, i), first_key + p.row(m, i))) weight = -weight;
+        });
+        Sums<ROWS, STEP> dropped = p;
+        dropped.each([&](float& weight, int, int, int) { weight = maximum_of(weight, 0.0f); });
+        rows_by_columns(dv, Weights<ROWS, STEP>(dropped), d, first_column);
+    } else {
+        rows_by_columns(dv, Weights<ROWS, STEP>(p), d, first_column);
+    }
     Sums<ROWS, STEP> ds;  // dP first
     ds.clear();
     rows_by_rows(ds, Operand<ROWS, false>(v, warp_row()), d);
     ds.each([&](float& dp, int m, int n, int i) {
-        float& weight = p.at[m][n][i];
-        const float all = weight;
-        if (DROPOUT) {
-            const int query = first_query + p.column(n, i), key = first_key + p.row(m, i);
-            const bool keeps = kept(problem.seed, problem.last_dropped, place.batch, head, query, key);
-            weight = keeps ? weight : 0.0f;
-            dp = keeps ? dp * problem.kept_scale : 0.0f;
-        }
-        dp = all * (dp - read(delta + p.column(n, i)));
+        const float weight = p.at[m][n][i];
+        if (DROPOUT) dp = weight < 0.0f ? 0.0f : dp * problem.kept_scale;
+        dp = magnitude_of(weight) * (dp - read(delta + p.column(n, i)));
         if (MASKED && hidden(m, n, i)) dp = 0.0f;  // where a hidden value is so large that dP is infinite, 0 inf is not 0
     });
-    rows_by_columns(dv, Weights<ROWS, STEP>(p), d, first_column);
     rows_by_columns(dk, Weights<ROWS, STEP>(ds), q, first_column);
 }
 
@@ -315,8 +317,8 @@ KERNEL(dkey_dvalue)(View<const Element> query, View<const Element> key, View<con
         }
     }
     const int first_key = place.first + warp_row(), first_column = warp_index() % SPLIT * PART;
-    store_rows(head_of(dkey, place.batch, place.head, problem.keys, problem.dim), dk, problem.scale, first_key, first_column);
-    store_rows(head_of(dvalue, place.batch, place.head, problem.keys, problem.dim), dv, problem.kept_scale, first_key, first_column);
+    store_rows(head_of(dkey, place.batch, place.head, problem.keys, problem.dim), dk, all<ROWS / 8>(problem.scale), first_key, first_column);
+    store_rows(head_of(dvalue, place.batch, place.head, problem.keys, problem.dim), dv, all<ROWS / 8>(problem.kept_scale), first_key, first_column);
 }
 EXPORT(dkey_dvalue)
 
@@ -388,7 +390,7 @@ KERNEL(dquery)(View<const Element> query, View<const Element> key, View<const El
         else
             add_gradients<false>(dq, queries, douts, k[now], v[now], row_lse, row_delta, problem, mask, place, visits.first(visit));
     }
-    store_rows(head_of(dquery, place.batch, place.head, problem.queries, problem.dim), dq, problem.scale, place.first + warp_row());
+    store_rows(head_of(dquery, place.batch, place.head, problem.queries, problem.dim), dq, all<ROWS / 8>(problem.scale), place.first + warp_row());
 }
 EXPORT(dquery)
 

@@ -1,6 +1,6 @@
 """FlashAttention-2 in CUDA C++: the call, its launches and its claims. The algorithm is in `fa2.cu`.
 
-The kernels are reached through custom operators of torch (`flashproof::cuda_fa2_forward`, `flashproof::cuda_fa2_backward`), so that torch.compile takes them as they are.
+The kernels are reached through custom operators of torch (`flashproof::cuda_fa2_forward`, `flashproof::cuda_fa2_backward`), which torch.compile takes.
 """
 
 import ctypes
@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from impls.call import Call, check_call
+from impls.cuda import launching
 from impls.cuda.launching import ELEMENTS, Launch, Problem, Tile, View, check_scale, missing, packed_seed, padded_dim, sign_of, unpacked_seed, vectors
 from impls.spec import Alignment, Arithmetic, Device, Dtype, Implementation, Supports
 
@@ -27,26 +28,25 @@ class Tiles:
     dquery: Tile
 
 
-# On a GPU, by the bits of the dtype and the largest head dim.
+# On a GPU, by the bits of the dtype and the padded head dim.
 TILES = {
-    (16, 64): Tiles(forward=Tile(4, 16, 64, hold=True), dkey_dvalue=Tile(8, 16, 64), dquery=Tile(4, 16, 64)),
-    (16, 128): Tiles(forward=Tile(8, 16, 64, hold=True), dkey_dvalue=Tile(8, 16, 32), dquery=Tile(4, 16, 64)),
-    (16, 256): Tiles(forward=Tile(4, 16, 32), dkey_dvalue=Tile(8, 16, 32, split=2), dquery=Tile(4, 16, 32)),
-    (32, 64): Tiles(forward=Tile(4, 32, 32), dkey_dvalue=Tile(4, 16, 32), dquery=Tile(4, 16, 32)),
-    (32, 128): Tiles(forward=Tile(4, 32, 32), dkey_dvalue=Tile(4, 16, 16), dquery=Tile(4, 16, 32)),
-    (32, 256): Tiles(forward=Tile(4, 16, 16), dkey_dvalue=Tile(4, 16, 16, split=2), dquery=Tile(4, 16, 16)),
+    (16, 64): Tiles(forward=Tile(4, 32, 64, hold=True), dkey_dvalue=Tile(4, 16, 64), dquery=Tile(4, 32, 32)),
+    (16, 128): Tiles(forward=Tile(4, 16, 64, hold=True), dkey_dvalue=Tile(4, 16, 32), dquery=Tile(4, 16, 64)),
+    (16, 256): Tiles(forward=Tile(4, 16, 32), dkey_dvalue=Tile(8, 16, 16, split=2), dquery=Tile(4, 16, 16)),
+    (32, 64): Tiles(forward=Tile(4, 32, 32), dkey_dvalue=Tile(4, 16, 32), dquery=Tile(4, 32, 32)),
+    (32, 128): Tiles(forward=Tile(4, 32, 16), dkey_dvalue=Tile(4, 16, 16), dquery=Tile(4, 32, 16)),
+    (32, 256): Tiles(forward=Tile(4, 16, 16), dkey_dvalue=Tile(4, 16, 16, split=2), dquery=Tile(2, 16, 16)),
 }
-# On the twin one tile serves the kernels of a file, which are compiled together. Between them they have all that a GPU's have: two warps or four, 16 rows or 32,
-# more rows than columns and fewer, operands held and read again, rows split between warps.
+# On the twin one tile serves the kernels of a file, which are compiled together. Between them they have all that a GPU's have: 16 rows to a warp or 32, more
+# rows than columns and fewer, operands held and read again, rows split between warps.
 TWIN_TILES = {64: Tile(4, 16, 32, hold=True), 128: Tile(2, 32, 64), 256: Tile(4, 16, 16, split=2)}
 
 
-def tiles(dtype: torch.dtype, dim: int, device: str) -> Tiles:
+def tiles(dtype: torch.dtype, dim: int, twin: bool) -> Tiles:
     """The tiles for a dtype and head dim. The batch and the lengths have no say, so a slice of a batch is computed as it is in the batch."""
-    largest = next(largest for largest in (64, 128, 256) if dim <= largest)
-    if device == "cpu":
-        return Tiles(*(TWIN_TILES[largest],) * 3)
-    return TILES[8 * dtype.itemsize, largest]
+    if twin:
+        return Tiles(*(TWIN_TILES[padded_dim(dim)],) * 3)
+    return TILES[8 * dtype.itemsize, padded_dim(dim)]
 
 
 # --------------------------------------------------------------------------------------------------------------------------- launches
@@ -60,14 +60,14 @@ class Mask(ctypes.Structure):
 
 def forward_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> Launch:
     """One block for each tile of queries of each head. Fills out and lse."""
-    tile = tiles(query.dtype, call.dim, query.device.type).forward
+    tile = tiles(query.dtype, call.dim, launching.on_twin(query)).forward
     blocks = -(-call.queries // tile.own) * call.heads * call.batch
     return _launch("forward", call, tile, blocks, tile.own + 4 * tile.step, (query, key, value), (out, lse))
 
 
 def delta_launch(call: Call, out: Tensor, dout: Tensor, delta: Tensor) -> Launch:
     """One block for a few queries of a head, a warp to each. Fills delta."""
-    tile = tiles(out.dtype, call.dim, out.device.type).dquery
+    tile = tiles(out.dtype, call.dim, launching.on_twin(out)).dquery
     blocks = -(-call.queries // tile.warps) * call.heads * call.batch
     sizes = (ctypes.c_int(call.heads), ctypes.c_int(call.queries), ctypes.c_int(call.dim))
     arguments = (View.of(out), View.of(dout), ctypes.c_void_p(delta.data_ptr()), *sizes)
@@ -77,14 +77,14 @@ def delta_launch(call: Call, out: Tensor, dout: Tensor, delta: Tensor) -> Launch
 
 def dkey_dvalue_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dkey: Tensor, dvalue: Tensor) -> Launch:
     """One block for each tile of keys of each key head. Fills dkey and dvalue."""
-    tile = tiles(query.dtype, call.dim, query.device.type).dkey_dvalue
+    tile = tiles(query.dtype, call.dim, launching.on_twin(query)).dkey_dvalue
     blocks = -(-call.keys // tile.own) * call.kv_heads * call.batch
     return _launch("dkey_dvalue", call, tile, blocks, 2 * tile.own + 4 * tile.step, (query, key, value, dout), (lse, delta, dkey, dvalue), 4 * tile.step)
 
 
 def dquery_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dquery: Tensor) -> Launch:
     """One block for each tile of queries of each head. Fills dquery."""
-    tile = tiles(query.dtype, call.dim, query.device.type).dquery
+    tile = tiles(query.dtype, call.dim, launching.on_twin(query)).dquery
     blocks = -(-call.queries // tile.own) * call.heads * call.batch
     return _launch("dquery", call, tile, blocks, 2 * tile.own + 4 * tile.step, (query, key, value, dout), (lse, delta, dquery))
 
@@ -93,21 +93,15 @@ def _launch(
     kernel: str, call: Call, tile: Tile, blocks: int, tile_rows: int, inputs: tuple[Tensor, ...], others: tuple[Tensor, ...], numbers: int = 0
 ) -> Launch:
     """A launch that has room for tile_rows rows of tiles and for some float32 numbers in shared memory. Tensors of float32 rows are passed by pointer alone."""
-    shared_bytes = tile_rows * _padded(call, inputs[0]) * inputs[0].itemsize + 4 * numbers
+    shared_bytes = tile_rows * padded_dim(call.dim) * inputs[0].itemsize + 4 * numbers
     tensors = inputs + others
     arguments = [ctypes.c_void_p(x.data_ptr()) if x.ndim == 3 else View.of(x) for x in tensors]
     constants = _constants(call, inputs[0], tile) | {"VECTOR": int(vectors(*inputs))}
     return Launch("fa2.cu", kernel, blocks, tile.warps, shared_bytes, constants, tensors, (*arguments, Problem.of(call), Mask(call.offset)))
 
 
-def _padded(call: Call, query: Tensor) -> int:
-    """The twin has three head dims, for fewer compilations."""
-    padded = padded_dim(call.dim)
-    return 256 if query.device.type == "cpu" and padded == 192 else padded
-
-
 def _constants(call: Call, query: Tensor, tile: Tile) -> dict[str, int | str]:
-    kind = {"Element": ELEMENTS[query.dtype], "DIM": _padded(call, query), "SIGN": sign_of(call)}
+    kind: dict[str, int | str] = {"Element": ELEMENTS[query.dtype], "DIM": padded_dim(call.dim), "SIGN": sign_of(call)}
     return kind | {"CAUSAL": int(call.is_causal), "DROPOUT": int(call.dropout_p > 0.0)} | tile.constants
 
 
@@ -221,7 +215,7 @@ def attention(
 
 def _arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
     """Tiles differ between head dims; the smallest make the most steps, so they are the ones claimed."""
-    chosen = [tiles(getattr(torch, dtype), dim, device) for dim in (64, 128, 256)]
+    chosen = [tiles(getattr(torch, dtype), dim, device == "cpu") for dim in (64, 128, 256)]
     return Arithmetic(
         accumulate="tensor_core" if device == "cuda" and dtype != "float32" else "fma",
         key_tile=min(tile.step for each in chosen for tile in (each.forward, each.dquery)),

@@ -46,11 +46,12 @@ def missing(device: Device) -> str | None:
     """Why the kernels cannot run on a device, or None."""
     if device == "cpu":
         return None if _compiler() else "C++ compiler: none found (c++, g++ or clang++, or the variable CXX), which the CPU twin needs"
-    return _no_nvrtc() or (None if torch.cuda.is_available() else "CUDA: no device")
+    return no_nvrtc() or (None if torch.cuda.is_available() else "CUDA: no device")
 
 
 @functools.cache
-def _no_nvrtc() -> str | None:
+def no_nvrtc() -> str | None:
+    """Why kernels cannot be compiled for a GPU, or None. Compiling needs no GPU."""
     for module, package in (("cuda.core", "cuda-core"), ("cuda.bindings", "cuda-bindings")):
         try:
             found = util.find_spec(module) is not None
@@ -70,9 +71,14 @@ def _no_nvrtc() -> str | None:
 # -------------------------------------------------------------------------------------------------------------- what kernels take
 
 
+def on_twin(tensor: Tensor) -> bool:
+    """Whether the CPU twin runs the kernels on this tensor."""
+    return tensor.device.type == "cpu"
+
+
 def padded_dim(dim: int) -> int:
-    """The multiple of 64 that tiles of this head dim are padded to."""
-    return 64 * math.ceil(dim / 64)
+    """What tiles of this head dim are padded to: 64, 128 or 256."""
+    return max(64, 1 << (dim - 1).bit_length())
 
 
 class View(ctypes.Structure):
@@ -151,6 +157,7 @@ class Tile:
     step: int
     split: int = 1
     hold: bool = False  # the forward keeps the queries in registers
+    blocks: int = 1  # that share a multiprocessor: the compiler gives a thread as many registers as then fit
 
     @property
     def own(self) -> int:
@@ -159,7 +166,7 @@ class Tile:
 
     @property
     def constants(self) -> dict[str, int]:
-        return {"WARPS": self.warps, "ROWS": self.rows, "STEP": self.step, "SPLIT": self.split, "HOLD": int(self.hold)}
+        return {"WARPS": self.warps, "ROWS": self.rows, "STEP": self.step, "SPLIT": self.split, "HOLD": int(self.hold), "BLOCKS": self.blocks}
 
 
 @dataclass(frozen=True)
@@ -203,7 +210,7 @@ class Launch:
         for name in VARIABLES:
             ctypes.c_int.in_dll(library, name).value = int(self.constants.get(name, 0))
         _check_sizes(library, self.kernel, self.arguments)
-        buffers = (_Buffer * len(self.tensors))(*(_span(x) for x in self.tensors))
+        buffers = (_Buffer * len(self.tensors))(*(_Buffer(*_span(x)) for x in self.tensors))
         launch = _TwinLaunch(self.blocks, 32 * self.warps, self.shared_bytes, len(self.tensors), buffers)
         start = getattr(library, f"{self.kernel}_launch")
         start.restype = ctypes.c_char_p
@@ -312,7 +319,14 @@ def compile_cubin(source: str, kernel: str, constants: Mapping[str, int | str], 
     from cuda.core import Program, ProgramOptions
 
     macros = [(name, str(value)) for name, value in (*constants.items(), (kernel.upper(), 1))]
-    options = ProgramOptions(arch=target, std="c++17", fma=False, define_macro=macros, include_path=str(FOLDER), ptxas_options=["-v"])
+    options = ProgramOptions(
+        arch=target,
+        std="c++17",
+        fma=False,
+        define_macro=macros,
+        include_path=str(FOLDER),
+        ptxas_options=["-v"],
+    )
     log = io.StringIO()
     try:
         code = Program((FOLDER / source).read_text(), "c++", options).compile("cubin", logs=log)

@@ -17,7 +17,7 @@ struct bfloat16 {
 #else
 
 #define DEVICE __device__ __forceinline__
-#define KERNEL(name) extern "C" __global__ void __launch_bounds__(32 * WARPS) name
+#define KERNEL(name) extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) name
 #define EXPORT(name)  // of use to the twin alone
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("unroll 1")
@@ -37,14 +37,28 @@ struct Registers {
 
 DEVICE int block_index() { return blockIdx.x; }
 DEVICE int thread_index() { return threadIdx.x; }
+// The same, read again: what depends on it is computed where it is needed, and not ahead of a loop and kept in registers.
+DEVICE int thread_index_again() {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
 DEVICE void barrier() { __syncthreads(); }
 
-// The block's shared memory: as many bytes as the launch gives it, aligned to 16.
+// The block's shared memory: as many bytes as the launch gives it, aligned to 1024.
 DEVICE char* shared_memory() {
-    extern __shared__ __align__(128) char memory[];
+    extern __shared__ __align__(1024) char memory[];
     return memory;
 }
-DEVICE unsigned shared_address(const void* pointer) { return static_cast<unsigned>(__cvta_generic_to_shared(pointer)); }
+// A spot in it, as copies and ldmatrix take it. `flipped` exchanges bits of it by an exclusive or; the compiler may not compute the result ahead and keep it:
+// the spots that a loop needs would fill the registers.
+using Spot = unsigned;
+DEVICE Spot spot_of(const void* pointer) { return static_cast<Spot>(__cvta_generic_to_shared(pointer)); }
+DEVICE Spot flipped(Spot spot, int bytes) {
+    Spot result;
+    asm volatile("xor.b32 %0, %1, %2;" : "=r"(result) : "r"(spot), "r"(bytes));
+    return result;
+}
 
 // Reads and writes of shared memory: 16 bytes of float32, aligned, or one number.
 DEVICE float4 read_four(const void* pointer) { return *static_cast<const float4*>(pointer); }
@@ -84,10 +98,17 @@ DEVICE T rounded(float x) { return {static_cast<unsigned short>(pack<T>(x, 0.0f)
 template <>
 DEVICE float rounded<float>(float x) { return x; }
 
+// Rounds two neighbours in device memory and writes them at once; aligned.
+template <class T>
+DEVICE void write_two(Global<T> to, float low, float high) { *reinterpret_cast<unsigned*>(to) = pack<T>(low, high); }
+template <>
+DEVICE void write_two<float>(Global<float> to, float low, float high) { *reinterpret_cast<float2*>(to) = make_float2(low, high); }
+
 // a b + c, rounded once.
 DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float maximum_of(float a, float b) { return fmaxf(a, b); }
 DEVICE float minimum_of(float a, float b) { return fminf(a, b); }
+DEVICE float magnitude_of(float x) { return fabsf(x); }
 
 // 2^x on the special function unit: 2 ulp, and what is below 2^-126 is 0 (PTX ISA, ex2.approx.ftz.f32).
 DEVICE float exp2_of(float x) {
@@ -102,12 +123,12 @@ DEVICE float log_of(float x) { return logf(x); }
 
 // Starts copying 16 bytes (or 4, one number) from device memory to shared memory; 0 arrives where `inside` is false, and nothing is read.
 template <int BYTES>
-DEVICE void copy_async(void* shared, const void* global, bool inside) {
+DEVICE void copy_async(Spot shared, const void* global, bool inside) {
     const int bytes = inside ? BYTES : 0;
     if constexpr (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes) : "memory");
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes) : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 // Waits for this thread's own copies. A barrier makes them visible to the others.
 DEVICE void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
@@ -122,16 +143,16 @@ DEVICE float from_lane_xor(float value, int mask) { return __shfl_xor_sync(0xfff
 
 // Four 8x8 matrices of 16-bit numbers from shared memory. Lane 8i + r gives the address of row r of matrix i: 16 bytes, aligned.
 // Lane 4g + t receives of matrix i, in register i, the elements [g, 2t] and [g, 2t + 1]; transposed, [2t, g] and [2t + 1, g].
-DEVICE void ldmatrix(Registers<unsigned, 4>& to, const void* row) {
+DEVICE void ldmatrix(Registers<unsigned, 4>& to, Spot row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(shared_address(row))
+                 : "r"(row)
                  : "memory");
 }
-DEVICE void ldmatrix_transposed(Registers<unsigned, 4>& to, const void* row) {
+DEVICE void ldmatrix_transposed(Registers<unsigned, 4>& to, Spot row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(shared_address(row))
+                 : "r"(row)
                  : "memory");
 }
 

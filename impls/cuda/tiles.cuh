@@ -1,10 +1,11 @@
 // Tiles of matrices in shared memory, a warp's share of a product in registers, and the products that attention is made of. On top of primitives.cuh.
 //
-// The loader defines, for one compilation: Element, the inputs' type (float, half or bfloat16); DIM, the head dim padded to a multiple of 64; VECTOR, whether
+// The loader defines, for one compilation: Element, the inputs' type (float, half or bfloat16); DIM, the head dim padded to 64, 128 or 256; VECTOR, whether
 // 16 bytes of a row lie together and aligned; SIGN, that of the scale (1, -1 or 0); CAUSAL and DROPOUT; and the shape of the work:
 //
 //   WARPS  of a block         ROWS  of scores that a warp computes, 16 or 32         STEP  columns of scores in one step of the block's loop
 //   SPLIT  warps that compute the same rows, and of the rows' gradients each another part of the columns: for head dims whose sums no warp could hold
+//   HOLD   whether the forward keeps the queries in registers        BLOCKS  that share a multiprocessor, which says how many registers a thread may have
 //
 // float32 is computed by FMA units, 16 bit by tensor cores. Both keep a tile of float32 sums in the same registers, so a kernel is written once.
 #pragma once
@@ -39,7 +40,7 @@ DEVICE Head<T> head_of(const View<T>& view, int batch, int head, int rows, int d
 
 // ------------------------------------------------------------------------------------------------------------------------ shared memory
 
-// A tile [rows, COLUMNS] of shared memory. Chunks of 16 bytes are permuted within their row by the row's number, so that the eight rows of a column that
+// A tile [rows, COLUMNS] of shared memory, COLUMNS a power of two. Chunks of 16 bytes are permuted within their row by the row's number, so that the eight rows of a column that
 // ldmatrix reads, or the rows that the lanes of a warp read with read_four, lie in different banks.
 template <int COLUMNS>
 struct Tile {
@@ -52,6 +53,11 @@ struct Tile {
         const int swizzle = TENSOR_CORES ? row : row ^ (row >> 2);
         return start + row * COLUMNS + (number ^ (swizzle & (PERMUTED - 1))) * CHUNK;
     }
+    // The chunk `even` + `odd` of a row, for tensor cores: `even` an even number that the compiler knows, `odd` the lane's own 0 or 1.
+    DEVICE Spot spot(int row, int odd) const { return spot_of(chunk(row, odd)); }
+    static DEVICE Spot spot(Spot first, int even) { return flipped(first, 16 * even); }
+    static constexpr int ROW = COLUMNS * static_cast<int>(sizeof(Element));  // bytes
+
     DEVICE Element* at(int row, int column) const { return chunk(row, column / CHUNK) + column % CHUNK; }
 };
 
@@ -69,14 +75,15 @@ template <int LENGTH>
 DEVICE void copy_tile(Tile<DIM> to, const Head<const Element>& from, int first_row) {
     constexpr int CHUNKS = Tile<DIM>::CHUNKS, AT_ONCE = 32 * WARPS / CHUNKS;  // rows that the block copies at once, a thread 16 bytes
     static_assert(AT_ONCE * CHUNKS == 32 * WARPS && LENGTH % AT_ONCE == 0, "a turn copies whole rows, and the last turn as many as the others");
-    const int first = thread_index() / CHUNKS, number = thread_index() % CHUNKS, column = number * CHUNK;
+    const int thread = thread_index_again(), first = thread / CHUNKS, number = thread % CHUNKS, column = number * CHUNK;
     const long long jump = AT_ONCE * from.row;
     Global<const Element> at = from.at(first_row + first, column);
     UNROLL
-    for (int row = first; row < LENGTH; row += AT_ONCE) {
+    for (int turn = 0; turn < LENGTH / AT_ONCE; ++turn) {
+        const int row = turn * AT_ONCE + first;
         const bool inside = first_row + row < from.rows;
         if (VECTOR) {
-            copy_async<16>(to.chunk(row, number), at, inside && column < from.dim);
+            copy_async<16>(spot_of(to.chunk(row, number)), at, inside && column < from.dim);
         } else {
             UNROLL
             for (int i = 0; i < CHUNK; ++i) {
@@ -92,8 +99,10 @@ DEVICE void copy_tile(Tile<DIM> to, const Head<const Element>& from, int first_r
 // Starts to copy LENGTH numbers, one for each row; 0 past the last row.
 template <int LENGTH>
 DEVICE void copy_numbers(float* to, Global<const float> from, int first_row, int rows) {
-    for (int i = thread_index(); i < LENGTH; i += 32 * WARPS) {
-        copy_async<4>(to + i, from + (first_row + i), first_row + i < rows);
+    UNROLL
+    for (int turn = 0; turn < (LENGTH + 32 * WARPS - 1) / (32 * WARPS); ++turn) {
+        const int i = turn * 32 * WARPS + thread_index_again();
+        if (i < LENGTH) copy_async<4>(spot_of(to + i), from + (first_row + i), first_row + i < rows);
     }
 }
 
@@ -174,7 +183,7 @@ struct Operand {
     DEVICE Operand(Tile<DIM> tile, int first_row) : tile(tile), first_row(first_row) {}
     DEVICE Registers<unsigned, 4> read_fragment(int k, int m) const {
         Registers<unsigned, 4> fragment;
-        ldmatrix(fragment, tile.chunk(first_row + 16 * m + lane_index() % 16, 2 * k + lane_index() / 16));
+        ldmatrix(fragment, tile.spot(tile.spot(first_row + lane_index() % 16, lane_index() / 16), 2 * k) + 16 * m * tile.ROW);
         return fragment;
     }
     DEVICE void hold() {
@@ -202,15 +211,17 @@ DEVICE void rows_by_rows(Sums<HEIGHT, WIDTH>& sums, const Operand<HEIGHT, HELD>&
     constexpr int M = HEIGHT / 16;
     const int lane = lane_index();
     if constexpr (TENSOR_CORES) {
+        const Spot first = right.spot(lane / 16 * 8 + lane % 8, lane / 8 % 2);
         UNROLL
         for (int k = 0; k < DIM / 16; ++k) {
             Registers<unsigned, 4> a[M];
             UNROLL
             for (int m = 0; m < M; ++m) a[m] = left.fragment(k, m);
+            const Spot spot = right.spot(first, 2 * k);
             UNROLL
             for (int n = 0; n < WIDTH / 16; ++n) {
                 Registers<unsigned, 4> b;  // of the rows 16n and of 16n + 8: d = 16k.., d = 16k + 8..
-                ldmatrix(b, right.chunk(16 * n + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+                ldmatrix(b, spot + 16 * n * right.ROW);
                 UNROLL
                 for (int m = 0; m < M; ++m) {
                     mma<Element>(sums.at[m][2 * n], a[m], b[0], b[1]);
@@ -265,11 +276,11 @@ DEVICE void add_outer(Sums<HEIGHT, WIDTH>& sums, const Registers<float, HEIGHT /
 // A step of them on tensor cores: 16 rows of the right operand, from `row` on.
 template <int HEIGHT, int WIDTH, int COLUMNS>
 DEVICE void add_sixteen(Sums<HEIGHT, WIDTH>& sums, const Registers<unsigned, 4> (&a)[HEIGHT / 16], Tile<COLUMNS> right, int row, int first_column) {
-    const int lane = lane_index();
+    const Spot first = right.spot(row + lane_index() % 16, lane_index() / 16);
     UNROLL
     for (int n = 0; n < WIDTH / 16; ++n) {
         Registers<unsigned, 4> b;  // of the columns 16n and of 16n + 8: rows from `row`, rows from `row` + 8
-        ldmatrix_transposed(b, right.chunk(row + lane % 16, first_column / 8 + 2 * n + lane / 16));
+        ldmatrix_transposed(b, right.spot(first, first_column / 8 + 2 * n));
         UNROLL
         for (int m = 0; m < HEIGHT / 16; ++m) {
             mma<Element>(sums.at[m][2 * n], a[m], b[0], b[1]);
@@ -306,12 +317,12 @@ template <int LENGTH, int HEIGHT, int WIDTH, int COLUMNS>
 DEVICE void columns_by_columns(Sums<HEIGHT, WIDTH>& sums, Tile<COLUMNS> left, int first_row, Tile<DIM> right, int first_column = 0) {
     const int lane = lane_index();
     if constexpr (TENSOR_CORES) {
+        const Spot first = left.spot(lane / 16 * 8 + lane % 8, lane / 8 % 2);
         UNROLL
         for (int k = 0; k < LENGTH / 16; ++k) {
             Registers<unsigned, 4> a[HEIGHT / 16];
             UNROLL
-            for (int m = 0; m < HEIGHT / 16; ++m)
-                ldmatrix_transposed(a[m], left.chunk(16 * k + lane / 16 * 8 + lane % 8, (first_row + 16 * m) / 8 + lane / 8 % 2));
+            for (int m = 0; m < HEIGHT / 16; ++m) ldmatrix_transposed(a[m], left.spot(first, (first_row + 16 * m) / 8) + 16 * k * left.ROW);
             add_sixteen(sums, a, right, 16 * k, first_column);
         }
     } else {
@@ -330,11 +341,34 @@ DEVICE void columns_by_columns(Sums<HEIGHT, WIDTH>& sums, Tile<COLUMNS> left, in
 // A product of rows with the scale's sign, exactly. The row maximum of what comes out is the row maximum of the scores.
 DEVICE float with_sign(float product) { return SIGN == 1 ? product : SIGN == 0 ? 0.0f : -product; }
 
-// Rounds factor sums to the tensor's type and stores what of it lies inside the tensor: the rows from first_row on, the columns from first_column on.
+// Rounds factors sums to the tensor's type and stores what of it lies inside the tensor: the rows from first_row on, the columns from first_column on.
+// factors: one for each of the lane's rows. The tensor is contiguous.
 template <int HEIGHT, int WIDTH, class T>
-DEVICE void store_rows(const Head<T>& to, Sums<HEIGHT, WIDTH>& sums, float factor, int first_row, int first_column = 0) {
-    sums.each([&](float sum, int m, int n, int i) {
-        const int row = first_row + sums.row(m, i), column = first_column + sums.column(n, i);
-        if (row < to.rows && column < to.dim) to.at(row, column)[0] = rounded<T>(factor * sum);
-    });
+DEVICE void store_rows(const Head<T>& to, const Sums<HEIGHT, WIDTH>& sums, const Registers<float, HEIGHT / 8>& factors, int first_row, int first_column = 0) {
+    UNROLL
+    for (int r = 0; r < HEIGHT / 8; ++r) {
+        const int i = 2 * (r % 2), row = first_row + sums.row(r / 2, i);
+        if (row >= to.rows) continue;
+        const Global<T> start = to.at(row, first_column);
+        UNROLL
+        for (int n = 0; n < WIDTH / 8; ++n) {
+            const int column = sums.column(n, i);
+            const float low = factors[r] * sums.at[r / 2][n][i], high = factors[r] * sums.at[r / 2][n][i + 1];
+            if (VECTOR) {  // rows begin at a multiple of 16 bytes
+                if (first_column + column < to.dim) write_two(start + column, low, high);
+            } else {
+                if (first_column + column < to.dim) start[column] = rounded<T>(low);
+                if (first_column + column + 1 < to.dim) start[column + 1] = rounded<T>(high);
+            }
+        }
+    }
+}
+
+// One factor for all rows.
+template <int N>
+DEVICE Registers<float, N> all(float factor) {
+    Registers<float, N> factors;
+    UNROLL
+    for (int r = 0; r < N; ++r) factors[r] = factor;
+    return factors;
 }

@@ -326,7 +326,7 @@ const char* run(void (*kernel)(Parameters...), void** parameters, const Launch& 
     machine.error[0] = 0;
     if (!machine.stacks) machine.stacks = static_cast<char*>(aligned_alloc(64, size_t(STACK) * MAX_WARPS * LANES));
     const int units = launch.shared_bytes / 16 + 1;
-    machine.shared = static_cast<char*>(aligned_alloc(128, (launch.shared_bytes + 255) / 128 * 128));
+    machine.shared = static_cast<char*>(aligned_alloc(1024, (launch.shared_bytes + 2047) / 1024 * 1024));
     machine.accesses = static_cast<Access*>(malloc(units * sizeof(Access)));
     for (machine.block = 0; machine.block < launch.blocks && !machine.error[0]; ++machine.block) {
         memset(machine.shared, 0xff, launch.shared_bytes);
@@ -388,8 +388,13 @@ struct Registers {
 
 inline int block_index() { return twin::machine.block; }
 inline int thread_index() { return twin::thread(); }
+inline int thread_index_again() { return twin::thread(); }
 inline void barrier() { twin::barrier(); }
 inline char* shared_memory() { return twin::machine.shared; }
+
+using Spot = char*;
+inline Spot spot_of(const void* pointer) { return static_cast<Spot>(const_cast<void*>(pointer)); }
+inline Spot flipped(Spot spot, int bytes) { return twin::machine.shared + ((spot - twin::machine.shared) ^ bytes); }
 
 inline float4 read_four(const void* pointer) {
     twin::reading(pointer, 16, twin::machine.warp);
@@ -441,14 +446,22 @@ inline half rounded<half>(float x) {
 template <class T>
 inline unsigned pack(float low, float high) { return rounded<T>(low).bits | unsigned(rounded<T>(high).bits) << 16; }
 
+template <class T>
+inline void write_two(Global<T> to, float low, float high) {
+    if (reinterpret_cast<uintptr_t>(to.pointer) % (2 * sizeof(T))) twin::fail("a write of %d bytes at %p: not aligned", int(2 * sizeof(T)), static_cast<void*>(to.pointer));
+    to[0] = rounded<T>(low);
+    to[1] = rounded<T>(high);
+}
+
 inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float maximum_of(float a, float b) { return a > b || b != b ? a : b; }  // as fmaxf: a number beats NaN
 inline float minimum_of(float a, float b) { return a < b || b != b ? a : b; }
+inline float magnitude_of(float x) { return fabsf(x); }
 inline float exp2_of(float x) { return exp2f(x); }
 inline float log_of(float x) { return logf(x); }
 
 template <int BYTES, class T>
-inline void copy_async(void* shared, Global<T> from, bool inside) {
+inline void copy_async(Spot shared, Global<T> from, bool inside) {
     using namespace twin;
     const void* global = from.pointer;
     if (inside) {
@@ -462,7 +475,7 @@ inline void copy_async(void* shared, Global<T> from, bool inside) {
         machine.room[t] = machine.room[t] ? 2 * machine.room[t] : 64;
         machine.copies[t] = static_cast<Copy*>(realloc(machine.copies[t], machine.room[t] * sizeof(Copy)));
     }
-    machine.copies[t][machine.pending[t]++] = {static_cast<char*>(shared), global, BYTES, inside};
+    machine.copies[t][machine.pending[t]++] = {shared, global, BYTES, inside};
 }
 inline void copies_wait() {
     using namespace twin;
@@ -503,9 +516,9 @@ struct Ldmatrix {
     const unsigned short* row;
 };
 template <bool TRANSPOSED>
-inline void ldmatrix(Registers<unsigned, 4>& to, const void* row) {
+inline void ldmatrix(Registers<unsigned, 4>& to, Spot row) {
     reading(row, 16, machine.warp);
-    const Ldmatrix mine{to.at, static_cast<const unsigned short*>(row)};
+    const Ldmatrix mine{to.at, reinterpret_cast<const unsigned short*>(row)};
     meet(LDMATRIX, &mine, [](Warp& warp) {
         const Ldmatrix* lanes[LANES];
         for (int i = 0; i < LANES; ++i) lanes[i] = static_cast<const Ldmatrix*>(warp.slots[i]);
@@ -520,8 +533,8 @@ inline void ldmatrix(Registers<unsigned, 4>& to, const void* row) {
     });
 }
 }  // namespace twin
-inline void ldmatrix(Registers<unsigned, 4>& to, const void* row) { twin::ldmatrix<false>(to, row); }
-inline void ldmatrix_transposed(Registers<unsigned, 4>& to, const void* row) { twin::ldmatrix<true>(to, row); }
+inline void ldmatrix(Registers<unsigned, 4>& to, Spot row) { twin::ldmatrix<false>(to, row); }
+inline void ldmatrix_transposed(Registers<unsigned, 4>& to, Spot row) { twin::ldmatrix<true>(to, row); }
 
 namespace twin {
 struct Mma {
