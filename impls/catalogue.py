@@ -28,6 +28,7 @@ CATALOGUE: dict[str, str] = {
     "triton.fa2": "impls.triton.fa2:implementation",
     "triton.block_sparse": "impls.triton.block_sparse:implementation",
     "cuda.fa2": "impls.cuda.fa2:implementation",
+    "cuda.block_sparse": "impls.cuda.block_sparse:implementation",
     "sdpa.math": "impls.peers.sdpa:math",
     "sdpa.flash_cpu": "impls.peers.sdpa:flash_cpu",
     "sdpa.flash": "impls.peers.sdpa:flash",

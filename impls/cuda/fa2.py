@@ -4,7 +4,6 @@ The kernels are reached through custom operators of torch (`flashproof::cuda_fa2
 """
 
 import ctypes
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,44 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from impls.call import Call, check_call
-from impls.cuda import launching
-from impls.cuda.launching import ELEMENTS, Launch, Problem, Tile, View, check_scale, missing, packed_seed, padded_dim, sign_of, unpacked_seed, vectors
-from impls.spec import Alignment, Arithmetic, Device, Dtype, Implementation, Supports
-
-# ------------------------------------------------------------------------------------------------------------------------------ tiles
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """The tiles of the three kernels that have a loop."""
-
-    forward: Tile
-    dkey_dvalue: Tile
-    dquery: Tile
-
-
-# On a GPU, by the bits of the dtype and the padded head dim.
-TILES = {
-    (16, 64): Tiles(forward=Tile(4, 32, 64, hold=True), dkey_dvalue=Tile(4, 16, 64), dquery=Tile(4, 32, 32)),
-    (16, 128): Tiles(forward=Tile(4, 16, 64, hold=True), dkey_dvalue=Tile(4, 16, 32), dquery=Tile(4, 16, 64)),
-    (16, 256): Tiles(forward=Tile(4, 16, 32), dkey_dvalue=Tile(8, 16, 16, split=2), dquery=Tile(4, 16, 16)),
-    (32, 64): Tiles(forward=Tile(4, 32, 32), dkey_dvalue=Tile(4, 16, 32), dquery=Tile(4, 32, 32)),
-    (32, 128): Tiles(forward=Tile(4, 32, 16), dkey_dvalue=Tile(4, 16, 16), dquery=Tile(4, 32, 16)),
-    (32, 256): Tiles(forward=Tile(4, 16, 16), dkey_dvalue=Tile(4, 16, 16, split=2), dquery=Tile(2, 16, 16)),
-}
-# On the twin one tile serves the kernels of a file, which are compiled together. Between them they have all that a GPU's have: 16 rows to a warp or 32, more
-# rows than columns and fewer, operands held and read again, rows split between warps.
-TWIN_TILES = {64: Tile(4, 16, 32, hold=True), 128: Tile(2, 32, 64), 256: Tile(4, 16, 16, split=2)}
-
-
-def tiles(dtype: torch.dtype, dim: int, twin: bool) -> Tiles:
-    """The tiles for a dtype and head dim. The batch and the lengths have no say, so a slice of a batch is computed as it is in the batch."""
-    if twin:
-        return Tiles(*(TWIN_TILES[padded_dim(dim)],) * 3)
-    return TILES[8 * dtype.itemsize, padded_dim(dim)]
-
-
-# --------------------------------------------------------------------------------------------------------------------------- launches
+from impls.cuda import flash
+from impls.cuda.launching import call_of, check_scale, missing, packed_seed
+from impls.spec import Alignment, Implementation, Supports
 
 
 class Mask(ctypes.Structure):
@@ -58,60 +22,11 @@ class Mask(ctypes.Structure):
     _fields_ = (("offset", ctypes.c_int),)
 
 
-def forward_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> Launch:
-    """One block for each tile of queries of each head. Fills out and lse."""
-    tile = tiles(query.dtype, call.dim, launching.on_twin(query)).forward
-    blocks = -(-call.queries // tile.own) * call.heads * call.batch
-    return _launch("forward", call, tile, blocks, tile.own + 4 * tile.step, (query, key, value), (out, lse))
-
-
-def delta_launch(call: Call, out: Tensor, dout: Tensor, delta: Tensor) -> Launch:
-    """One block for a few queries of a head, a warp to each. Fills delta."""
-    tile = tiles(out.dtype, call.dim, launching.on_twin(out)).dquery
-    blocks = -(-call.queries // tile.warps) * call.heads * call.batch
-    sizes = (ctypes.c_int(call.heads), ctypes.c_int(call.queries), ctypes.c_int(call.dim))
-    arguments = (View.of(out), View.of(dout), ctypes.c_void_p(delta.data_ptr()), *sizes)
-    constants = _constants(call, out, tile) | {"VECTOR": 0, "CAUSAL": 0, "DROPOUT": 0, "SIGN": 1}
-    return Launch("fa2.cu", "delta", blocks, tile.warps, 0, constants, (out, dout, delta), arguments)
-
-
-def dkey_dvalue_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dkey: Tensor, dvalue: Tensor) -> Launch:
-    """One block for each tile of keys of each key head. Fills dkey and dvalue."""
-    tile = tiles(query.dtype, call.dim, launching.on_twin(query)).dkey_dvalue
-    blocks = -(-call.keys // tile.own) * call.kv_heads * call.batch
-    return _launch("dkey_dvalue", call, tile, blocks, 2 * tile.own + 4 * tile.step, (query, key, value, dout), (lse, delta, dkey, dvalue), 4 * tile.step)
-
-
-def dquery_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dquery: Tensor) -> Launch:
-    """One block for each tile of queries of each head. Fills dquery."""
-    tile = tiles(query.dtype, call.dim, launching.on_twin(query)).dquery
-    blocks = -(-call.queries // tile.own) * call.heads * call.batch
-    return _launch("dquery", call, tile, blocks, 2 * tile.own + 4 * tile.step, (query, key, value, dout), (lse, delta, dquery))
-
-
-def _launch(
-    kernel: str, call: Call, tile: Tile, blocks: int, tile_rows: int, inputs: tuple[Tensor, ...], others: tuple[Tensor, ...], numbers: int = 0
-) -> Launch:
-    """A launch that has room for tile_rows rows of tiles and for some float32 numbers in shared memory. Tensors of float32 rows are passed by pointer alone."""
-    shared_bytes = tile_rows * padded_dim(call.dim) * inputs[0].itemsize + 4 * numbers
-    tensors = inputs + others
-    arguments = [ctypes.c_void_p(x.data_ptr()) if x.ndim == 3 else View.of(x) for x in tensors]
-    constants = _constants(call, inputs[0], tile) | {"VECTOR": int(vectors(*inputs))}
-    return Launch("fa2.cu", kernel, blocks, tile.warps, shared_bytes, constants, tensors, (*arguments, Problem.of(call), Mask(call.offset)))
-
-
-def _constants(call: Call, query: Tensor, tile: Tile) -> dict[str, int | str]:
-    kind: dict[str, int | str] = {"Element": ELEMENTS[query.dtype], "DIM": padded_dim(call.dim), "SIGN": sign_of(call)}
-    return kind | {"CAUSAL": int(call.is_causal), "DROPOUT": int(call.dropout_p > 0.0)} | tile.constants
+def _masking(call: Call) -> flash.Masking:
+    return flash.Masking("fa2.cu", Mask(call.offset))
 
 
 # ------------------------------------------------------------------------------------------------------------------------- operators
-
-
-def _call(query: Tensor, key: Tensor, scale: float, is_causal: bool, offset: int, dropout_p: float, dropout_seed: int) -> Call:
-    """What was checked before the operator was called."""
-    (batch, heads, queries, dim), (kv_heads, keys) = query.shape, key.shape[1:3]
-    return Call(batch, heads, kv_heads, heads // kv_heads, queries, keys, dim, scale, is_causal, offset, dropout_p, unpacked_seed(dropout_seed))
 
 
 @torch.library.custom_op("flashproof::cuda_fa2_forward", mutates_args=())
@@ -119,11 +34,8 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, offset: int, dropout_p: float, dropout_seed: int
 ) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
-    call = _call(query, key, scale, is_causal, offset, dropout_p, dropout_seed)
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    forward_launch(call, query, key, value, out, lse).run()
-    return out, lse
+    call = call_of(query, key, scale, is_causal, offset, dropout_p, dropout_seed)
+    return flash.forward(call, _masking(call), query, key, value)
 
 
 @torch.library.custom_op("flashproof::cuda_fa2_backward", mutates_args=())
@@ -141,13 +53,8 @@ def _backward(
     dropout_seed: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dquery, dkey, dvalue)."""
-    call = _call(query, key, scale, is_causal, offset, dropout_p, dropout_seed)
-    delta = torch.empty_like(lse)
-    delta_launch(call, out, dout, delta).run()
-    dquery, dkey, dvalue = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
-    dkey_dvalue_launch(call, query, key, value, dout, lse, delta, dkey, dvalue).run()
-    dquery_launch(call, query, key, value, dout, lse, delta, dquery).run()
-    return dquery, dkey, dvalue
+    call = call_of(query, key, scale, is_causal, offset, dropout_p, dropout_seed)
+    return flash.backward(call, _masking(call), _masking(call), dout, query, key, value, out, lse)
 
 
 @_forward.register_fake
@@ -213,16 +120,6 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
-    """Tiles differ between head dims; the smallest make the most steps, so they are the ones claimed."""
-    chosen = [tiles(getattr(torch, dtype), dim, device == "cpu") for dim in (64, 128, 256)]
-    return Arithmetic(
-        accumulate="tensor_core" if device == "cuda" and dtype != "float32" else "fma",
-        key_tile=min(tile.step for each in chosen for tile in (each.forward, each.dquery)),
-        query_tile=min(each.dkey_dvalue.step for each in chosen),
-    )
-
-
 implementation = Implementation(
     name="cuda.fa2",
     attention=attention,
@@ -237,7 +134,7 @@ implementation = Implementation(
         deterministic=True,
         batch_invariant=True,
     ),
-    arithmetic=_arithmetic,
+    arithmetic=flash.arithmetic,
     missing=missing,
     summary="FlashAttention-2 in CUDA C++: query tiles in parallel, statistics and weights in registers, a backward of two kernels without atomics.",
 )

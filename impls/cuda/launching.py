@@ -127,6 +127,12 @@ def unpacked_seed(packed: int) -> int:
     return packed % 2**64
 
 
+def call_of(query: Tensor, key: Tensor, scale: float, is_causal: bool, offset: int, dropout_p: float, dropout_seed: int) -> Call:
+    """The checked call again, from what an operator of torch was given."""
+    (batch, heads, queries, dim), (kv_heads, keys) = query.shape, key.shape[1:3]
+    return Call(batch, heads, kv_heads, heads // kv_heads, queries, keys, dim, scale, is_causal, offset, dropout_p, unpacked_seed(dropout_seed))
+
+
 def sign_of(call: Call) -> int:
     """SIGN of tiles.cuh: of the scale as float32 holds it."""
     return int(np.sign(np.float32(call.scale)))

@@ -1,0 +1,202 @@
+"""Block-sparse FlashAttention in CUDA C++: the call, its lists of blocks and its claims. The algorithm is in `block_sparse.cu`, and in `fa2.cu`.
+
+The kernels are reached through custom operators of torch, `flashproof::cuda_block_sparse_forward` and `..._backward`, which torch.compile takes.
+"""
+
+import ctypes
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from impls.call import BLOCK, Call, check_call
+from impls.cuda import flash
+from impls.cuda.launching import call_of, check_scale, missing, packed_seed
+from impls.spec import Alignment, Implementation, Supports
+
+# ------------------------------------------------------------------------------------------------------------------------------ lists
+
+
+class Mask(ctypes.Structure):
+    """`Mask` of block_sparse.cu."""
+
+    _fields_ = (("offset", ctypes.c_int), ("lists", ctypes.c_void_p), *((name, ctypes.c_longlong) for name in ("batch", "head", "row")))
+
+
+def _masking(call: Call, lists: Int[Tensor, "batch_or_1 heads_or_1 rows 2+blocks"]) -> flash.Masking:
+    """A size of 1 is read by every batch or head."""
+    strides = [stride if size > 1 else 0 for size, stride in zip(lists.shape[:2], lists.stride()[:2], strict=True)]
+    return flash.Masking("block_sparse.cu", Mask(call.offset, lists.data_ptr(), *strides, lists.stride(2)), (lists,))
+
+
+def visible_blocks(call: Call, block_mask: Tensor | None, device: torch.device) -> Bool[Tensor, "batch_or_1 heads_or_1 query_blocks key_blocks"]:
+    """The blocks in which some query may see some key, by the block mask and by the causal one."""
+    first_query, first_key = _corners(call, device)
+    last_query = torch.clamp(first_query + BLOCK, max=call.queries) - 1
+    reached = first_key <= last_query + call.offset
+    if not call.is_causal:
+        reached = torch.ones_like(reached)
+    return reached[None, None] if block_mask is None else block_mask & reached
+
+
+def lists_of_keys(call: Call, visible: Tensor) -> Int[Tensor, "batch_or_1 heads_or_1 query_blocks 2+key_blocks"]:
+    """For each block of queries, the blocks of keys that it sees. Partial: cut by the diagonal or by the end of the keys."""
+    first_query, first_key = _corners(call, visible.device)
+    whole = first_key + BLOCK <= call.keys
+    if call.is_causal:
+        whole = whole & (first_key + BLOCK - 1 <= first_query + call.offset)
+    return _lists(visible, visible & whole)
+
+
+def lists_of_queries(call: Call, visible: Tensor) -> Int[Tensor, "batch_or_1 heads_or_1 key_blocks 2+query_blocks"]:
+    """For each block of keys, the blocks of queries that see it. Partial: cut by the diagonal or by the end of the queries."""
+    first_query, first_key = _corners(call, visible.device)
+    whole = first_query + BLOCK <= call.queries
+    if call.is_causal:
+        whole = whole & (first_key + BLOCK - 1 <= first_query + call.offset)
+    return _lists(visible.mT, (visible & whole).mT)
+
+
+def _corners(call: Call, device: torch.device) -> tuple[Int[Tensor, "query_blocks 1"], Int[Tensor, "1 key_blocks"]]:
+    """The first query and the first key of each block."""
+    first_query = torch.arange(0, call.queries, BLOCK, device=device)
+    first_key = torch.arange(0, call.keys, BLOCK, device=device)
+    return first_query[:, None], first_key[None, :]
+
+
+def _lists(visible: Tensor, whole: Tensor) -> Tensor:
+    """Along the last dimension: how many blocks are seen whole, how many are seen at all, then their numbers, the whole ones first."""
+    rank = 2 - visible.to(torch.int32) - whole.to(torch.int32)
+    order = torch.argsort(rank, dim=-1, stable=True)
+    return torch.cat((whole.sum(-1, keepdim=True), visible.sum(-1, keepdim=True), order), dim=-1).to(torch.int32)
+
+
+# ------------------------------------------------------------------------------------------------------------------------- operators
+
+
+@torch.library.custom_op("flashproof::cuda_block_sparse_forward", mutates_args=())
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    offset: int,
+    dropout_p: float,
+    dropout_seed: int,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse)."""
+    call = call_of(query, key, scale, is_causal, offset, dropout_p, dropout_seed)
+    lists = lists_of_keys(call, visible_blocks(call, block_mask, query.device))
+    return flash.forward(call, _masking(call, lists), query, key, value)
+
+
+@torch.library.custom_op("flashproof::cuda_block_sparse_backward", mutates_args=())
+def _backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block_mask: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    offset: int,
+    dropout_p: float,
+    dropout_seed: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dquery, dkey, dvalue)."""
+    call = call_of(query, key, scale, is_causal, offset, dropout_p, dropout_seed)
+    visible = visible_blocks(call, block_mask, query.device)
+    by_query, by_key = _masking(call, lists_of_keys(call, visible)), _masking(call, lists_of_queries(call, visible))
+    return flash.backward(call, by_query, by_key, dout, query, key, value, out, lse)
+
+
+@_forward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device), torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+
+
+@_backward.register_fake
+def _(_dout: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, block_mask, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, *output, block_mask)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward(dout, *ctx.saved_tensors, *ctx.options), None, *(None for _ in ctx.options)
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
+
+# --------------------------------------------------------------------------------------------------------------------------- the call
+
+
+def attention(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys dim"],
+    *,
+    block_mask: Bool[Tensor, "batch_or_1 heads_or_1 query_blocks key_blocks"] | None = None,
+    is_causal: bool = False,
+    causal_alignment: Alignment = "top_left",
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    return_lse: bool = False,
+) -> Float[Tensor, "batch heads queries dim"] | tuple[Float[Tensor, "batch heads queries dim"], Float[Tensor, "batch heads queries"]]:
+    """softmax(scale query key^T) value, with gradients for query, key and value.
+
+    block_mask is boolean, [1 or batch, 1 or heads, ceil(queries / 128), ceil(keys / 128)]: where it is False, no query of the block sees any key of it.
+    scale is 1/sqrt(dim) unless given. With is_causal, query i sees key j when j <= i ("top_left") or j <= i + keys - queries ("bottom_right"). With enable_gqa,
+    heads is a multiple of kv_heads. dropout_p of the normalised weights are zeroed and the others divided by 1 - dropout_p, as drawn from dropout_seed. With
+    return_lse also the natural log of the sum of the exponentials of each query's scores, float32, which carries no gradient. A query that sees no key has
+    output 0, LSE -inf and zero gradients.
+
+    Raises TypeError or ValueError naming the argument that is wrong, and CudaError where a kernel cannot be compiled or launched.
+    """
+    call = check_call(
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        block_mask=block_mask,
+    )
+    check_scale(call)
+    out, lse = _forward(query, key, value, block_mask, call.scale, call.is_causal, call.offset, call.dropout_p, packed_seed(call.dropout_seed))
+    return (out, lse) if return_lse else out
+
+
+implementation = Implementation(
+    name="cuda.block_sparse",
+    attention=attention,
+    supports=Supports(
+        causal=("top_left", "bottom_right"),
+        scale="finite",
+        grouped_heads=True,
+        cross_lengths=True,
+        strided=True,
+        block_mask=True,
+        dropout=True,
+        lse=True,
+        deterministic=True,
+        batch_invariant=True,
+    ),
+    arithmetic=flash.arithmetic,
+    missing=missing,
+    summary="Block-sparse FlashAttention in CUDA C++: FlashAttention-2 over lists of visible 128 x 128 blocks.",
+)

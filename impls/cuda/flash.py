@@ -1,0 +1,137 @@
+"""The launches of the kernels in `fa2.cu`, whatever the mask: their tiles, grids and shared memory, and the forward and the backward as sequences of them."""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from impls.call import Call
+from impls.cuda import launching
+from impls.cuda.launching import ELEMENTS, Launch, Problem, Tile, View, padded_dim, sign_of, vectors
+from impls.spec import Arithmetic, Device, Dtype
+
+# ------------------------------------------------------------------------------------------------------------------------------ tiles
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of the three kernels that have a loop."""
+
+    forward: Tile
+    dkey_dvalue: Tile
+    dquery: Tile
+
+
+# On a GPU, by the bits of the dtype and the padded head dim.
+TILES = {
+    (16, 64): Tiles(forward=Tile(4, 32, 64, hold=True), dkey_dvalue=Tile(4, 16, 64), dquery=Tile(4, 32, 32)),
+    (16, 128): Tiles(forward=Tile(4, 16, 64, hold=True), dkey_dvalue=Tile(4, 16, 32), dquery=Tile(4, 16, 64)),
+    (16, 256): Tiles(forward=Tile(4, 16, 32), dkey_dvalue=Tile(8, 16, 16, split=2), dquery=Tile(4, 16, 16)),
+    (32, 64): Tiles(forward=Tile(4, 32, 32), dkey_dvalue=Tile(4, 16, 32), dquery=Tile(4, 32, 32)),
+    (32, 128): Tiles(forward=Tile(4, 32, 16), dkey_dvalue=Tile(4, 16, 16), dquery=Tile(4, 32, 16)),
+    (32, 256): Tiles(forward=Tile(4, 16, 16), dkey_dvalue=Tile(4, 16, 16, split=2), dquery=Tile(2, 16, 16)),
+}
+# On the twin one tile serves the kernels of a file, which are compiled together. Between them they have all that a GPU's have: 16 rows to a warp or 32, more
+# rows than columns and fewer, operands held and read again, rows split between warps.
+TWIN_TILES = {64: Tile(4, 16, 32, hold=True), 128: Tile(2, 32, 64), 256: Tile(4, 16, 16, split=2)}
+
+
+def tiles(dtype: torch.dtype, dim: int, twin: bool) -> Tiles:
+    """The tiles for a dtype and head dim. The batch and the lengths have no say, so a slice of a batch is computed as it is in the batch."""
+    if twin:
+        return Tiles(*(TWIN_TILES[padded_dim(dim)],) * 3)
+    return TILES[8 * dtype.itemsize, padded_dim(dim)]
+
+
+def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
+    """Products exact, sums in float32, weights cast to the input dtype. Tiles differ between head dims; the smallest make the most steps: they are claimed."""
+    chosen = [tiles(getattr(torch, dtype), dim, device == "cpu") for dim in (64, 128, 256)]
+    return Arithmetic(
+        accumulate="tensor_core" if device == "cuda" and dtype != "float32" else "fma",
+        key_tile=min(tile.step for each in chosen for tile in (each.forward, each.dquery)),
+        query_tile=min(each.dkey_dvalue.step for each in chosen),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------------- launches
+
+
+@dataclass(frozen=True)
+class Masking:
+    """A file that says what is visible, the argument of its `Mask` type, and the tensors that it reads."""
+
+    source: str
+    mask: ctypes.Structure
+    tensors: tuple[Tensor, ...] = ()
+
+
+def forward(call: Call, masking: Masking, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse)."""
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    forward_launch(call, masking, query, key, value, out, lse).run()
+    return out, lse
+
+
+def backward(
+    call: Call, by_query: Masking, by_key: Masking, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dquery, dkey, dvalue). `by_query` says which keys a tile of queries sees, `by_key` which queries see a tile of keys."""
+    delta = torch.empty_like(lse)
+    delta_launch(call, by_query.source, out, dout, delta).run()
+    dquery, dkey, dvalue = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+    dkey_dvalue_launch(call, by_key, query, key, value, dout, lse, delta, dkey, dvalue).run()
+    dquery_launch(call, by_query, query, key, value, dout, lse, delta, dquery).run()
+    return dquery, dkey, dvalue
+
+
+def forward_launch(call: Call, masking: Masking, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> Launch:
+    """One block for each tile of queries of each head. Fills out and lse."""
+    tile = tiles(query.dtype, call.dim, launching.on_twin(query)).forward
+    blocks = -(-call.queries // tile.own) * call.heads * call.batch
+    return _launch("forward", call, masking, tile, blocks, tile.own + 4 * tile.step, (query, key, value), (out, lse))
+
+
+def delta_launch(call: Call, source: str, out: Tensor, dout: Tensor, delta: Tensor) -> Launch:
+    """One block for a few queries of a head, a warp to each. Fills delta."""
+    tile = tiles(out.dtype, call.dim, launching.on_twin(out)).dquery
+    blocks = -(-call.queries // tile.warps) * call.heads * call.batch
+    sizes = (ctypes.c_int(call.heads), ctypes.c_int(call.queries), ctypes.c_int(call.dim))
+    arguments = (View.of(out), View.of(dout), ctypes.c_void_p(delta.data_ptr()), *sizes)
+    constants = _constants(call, out, tile) | {"VECTOR": 0, "CAUSAL": 0, "DROPOUT": 0, "SIGN": 1}
+    return Launch(source, "delta", blocks, tile.warps, 0, constants, (out, dout, delta), arguments)
+
+
+def dkey_dvalue_launch(
+    call: Call, masking: Masking, query: Tensor, key: Tensor, value: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dkey: Tensor, dvalue: Tensor
+) -> Launch:
+    """One block for each tile of keys of each key head. Fills dkey and dvalue."""
+    tile = tiles(query.dtype, call.dim, launching.on_twin(query)).dkey_dvalue
+    blocks = -(-call.keys // tile.own) * call.kv_heads * call.batch
+    others = (lse, delta, dkey, dvalue)
+    return _launch("dkey_dvalue", call, masking, tile, blocks, 2 * tile.own + 4 * tile.step, (query, key, value, dout), others, 4 * tile.step)
+
+
+def dquery_launch(call: Call, masking: Masking, query: Tensor, key: Tensor, value: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dquery: Tensor) -> Launch:
+    """One block for each tile of queries of each head. Fills dquery."""
+    tile = tiles(query.dtype, call.dim, launching.on_twin(query)).dquery
+    blocks = -(-call.queries // tile.own) * call.heads * call.batch
+    return _launch("dquery", call, masking, tile, blocks, 2 * tile.own + 4 * tile.step, (query, key, value, dout), (lse, delta, dquery))
+
+
+def _launch(
+    kernel: str, call: Call, masking: Masking, tile: Tile, blocks: int, rows: int, inputs: tuple[Tensor, ...], others: tuple[Tensor, ...], numbers: int = 0
+) -> Launch:
+    """A launch that has room for some rows of tiles and some float32 numbers in shared memory. Tensors of one number to a row are passed by pointer alone."""
+    shared_bytes = rows * padded_dim(call.dim) * inputs[0].itemsize + 4 * numbers
+    tensors = inputs + others
+    arguments = [ctypes.c_void_p(x.data_ptr()) if x.ndim == 3 else View.of(x) for x in tensors]
+    constants = _constants(call, inputs[0], tile) | {"VECTOR": int(vectors(*inputs))}
+    whole = (*arguments, Problem.of(call), masking.mask)
+    return Launch(masking.source, kernel, blocks, tile.warps, shared_bytes, constants, tensors + masking.tensors, whole)
+
+
+def _constants(call: Call, query: Tensor, tile: Tile) -> dict[str, int | str]:
+    kind: dict[str, int | str] = {"Element": ELEMENTS[query.dtype], "DIM": padded_dim(call.dim), "SIGN": sign_of(call)}
+    return kind | {"CAUSAL": int(call.is_causal), "DROPOUT": int(call.dropout_p > 0.0)} | tile.constants
