@@ -102,6 +102,7 @@ class State:
             raise ValueError(f"--dtype: the case is in {self.case.dtype}")
         self.dtypes: list[Dtype] = [self.case.dtype] if self.case else (asked or list(DTYPES))
         self.device: Device | None = config.getoption("--device")
+        self.timed: bool = config.getoption("--benchmark-only", default=False)  # benchmarks verify nothing
         worker = getattr(config, "workerinput", None)
         self.run: str = worker["flashproof_run"] if worker else f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
         self.is_worker = worker is not None
@@ -220,7 +221,7 @@ def _covers(state: State, marker: pytest.Mark, target: Target) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     state = config.stash[STATE]
-    if state.selected or state.case:  # a verification: the tests of the suite itself stay out
+    if (state.selected or state.case) and not state.timed:  # a verification: the tests of the suite itself stay out
         checks = [item for item in items if item.get_closest_marker("check")]
         chosen = [item for item in checks if _target(item) is not None]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
@@ -363,7 +364,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
                 state.record(_claim(state, implementation))
         for absence in state.absences:
             state.record(absence)
-    if state.selected and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) and _unverified(state):
+    if state.selected and not state.timed and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) and _unverified(state):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -386,7 +387,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     state = config.stash[STATE]
     if state.is_worker or config.option.collectonly:
         return
-    if state.selected:
+    if state.selected and not state.timed:
         reasons = {target.name: target.missing or _outside(state.case, target) for target in state.targets}
         for name in _unverified(state):
             terminalreporter.write_line(f"not verified: {name} ({reasons.get(name) or 'no case was judged'})", red=True)

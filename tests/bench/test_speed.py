@@ -1,0 +1,149 @@
+"""Speed on a GPU, beside a kernel of PyTorch's on the same tensors: `pytest tests/bench --benchmark-only`, narrowed by `--impl` and `--dtype`.
+
+Every implementation is judged on the same shape first, with one head; one that fails is not timed. Then each round times PyTorch's fused kernel (flash in
+16 bit, efficient in float32) and the implementation in turn, so that both meet the same chip. Times are those of the GPU, between two events, with a cold L2
+cache. The table groups implementations by shape; the JSON's `extra_info` holds throughput and the ratio to PyTorch's kernel.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from statistics import median
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+from torch import Tensor
+
+from impls import catalogue
+from impls.spec import Dtype, Implementation
+from tests import judging
+from tests.cases import Case, inputs, not_claimed
+from tests.plugin import STATE
+from tests.running import TENSORS, Answer, Fault, Refused, arguments, attend
+
+# 16384 tokens in a batch, width 2048, as the FlashAttention papers have it.
+SHAPES = (
+    "b16 h16 q1024 k1024 d128 causal",
+    "b4 h16 q4096 k4096 d128",
+    "b4 h16 q4096 k4096 d128 causal",
+    "b4 h32 q4096 k4096 d64 causal",
+)
+BASELINE: dict[Dtype, str] = {"float32": "sdpa.efficient", "float16": "sdpa.flash", "bfloat16": "sdpa.flash"}
+SECONDS = 1.0  # of rounds
+ROUNDS = (3, 50)  # at least, at most
+L2_BYTES = 2**28  # written between two calls: more than any L2 holds
+
+Call = Callable[[], object]
+
+
+class Clock:
+    """A timer that stands still but for what is added: the GPU's own seconds."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+CLOCK = Clock()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A benchmark for each implementation of a GPU that claims the shape."""
+    targets = [t for t in metafunc.config.stash[STATE].targets if t.device == "cuda" and t.implementation and not t.missing]
+    found = [
+        (t.name, t.dtype, direction, line)
+        for line in SHAPES
+        for direction in ("forward", "backward")
+        for t in targets
+        if t.implementation and not_claimed(Case.parse(f"{line} {t.dtype}"), t.implementation.supports) is None
+    ]
+    metafunc.parametrize(("name", "dtype", "direction", "line"), [pytest.param(*each, marks=pytest.mark.gpu) for each in found])
+
+
+@pytest.mark.benchmark(timer=CLOCK)
+def test_speed(benchmark: BenchmarkFixture, name: str, dtype: Dtype, direction: str, line: str) -> None:
+    """Seconds of one call; the backward's are those of the gradients alone."""
+    case = Case.parse(f"{line} {dtype}")
+    implementation, baseline = catalogue.load(name), catalogue.load(BASELINE[dtype])
+    _judge(name, replace(case, batch=1, heads=1, kv_heads=1))
+    tensors = [torch.randn((case.batch, case.heads, case.queries, case.dim), device="cuda", dtype=getattr(torch, dtype)) for _ in range(4)]
+    call, beside = (_call(each, case, tensors, direction) for each in (implementation, baseline))
+    rounds = max(ROUNDS[0], min(ROUNDS[1], int(SECONDS / max(_seconds(call) for _ in range(2)))))  # the first compiles
+    besides: list[float] = []
+
+    def target() -> None:
+        CLOCK.now += _seconds(call)
+
+    benchmark.group = f"{direction}, {line} {dtype}"
+    benchmark.pedantic(target, setup=lambda: besides.append(_seconds(beside)), rounds=rounds, warmup_rounds=2)
+    seconds, operations = benchmark.stats.stats.median, _operations(case, direction)
+    benchmark.extra_info |= {
+        "implementation": name,
+        "baseline": BASELINE[dtype],
+        "tflops": operations / seconds / 1e12,
+        "baseline_tflops": operations / median(besides) / 1e12,
+        "ratio": median(besides) / seconds,
+        "gpu": torch.cuda.get_device_name(),
+        "l2": "cold",
+    }
+
+
+@lru_cache
+def _judge(name: str, case: Case) -> None:
+    """Fails where the implementation is outside its bound on the case, forward or backward."""
+    implementation = catalogue.load(name)
+    answer = _answer(implementation, case)
+    judged = judging.judge(answer, case, implementation.arithmetic(case.dtype, "cuda"), TENSORS)
+    wrong = [f"{each.tensor} rho {each.worst_rho:.3g}" for each in judged if not each.passed]
+    if wrong:
+        pytest.fail(f"not timed, for it is wrong: {', '.join(wrong)} in '{case}'", pytrace=False)
+
+
+def _answer(implementation: Implementation, case: Case) -> Answer:
+    try:
+        return attend(implementation, case, inputs(case, "cuda"), backward=True)
+    except Refused as refusal:
+        pytest.skip(f"refused: {refusal}")
+    except Fault as fault:
+        pytest.fail(f"not timed, for it is wrong: {fault}", pytrace=False)
+
+
+def _call(implementation: Implementation, case: Case, tensors: list[Tensor], direction: str) -> Call:
+    """One call of a direction. Raises nothing but what the implementation raises."""
+    query, key, value, dout = tensors
+    leaves = [tensor.detach().requires_grad_(direction == "backward") for tensor in (query, key, value)]
+    supports = replace(implementation.supports, lse=False)  # as it is called in practice
+    keywords = arguments(case, supports, inputs(replace(case, batch=1, heads=1, kv_heads=1, queries=1, keys=1)))
+
+    def forward() -> Tensor:
+        out: Tensor = implementation.attention(*leaves, **keywords)  # type: ignore[assignment]
+        return out
+
+    if direction == "forward":
+        return forward
+    out = forward()
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+@lru_cache(maxsize=1)
+def _flushing() -> Tensor:
+    return torch.empty(L2_BYTES, dtype=torch.int8, device="cuda")
+
+
+def _seconds(call: Call) -> float:
+    """GPU seconds of one call. Writing a buffer first empties the L2 cache, and keeps the GPU busy while the call is being launched."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    _flushing().zero_()
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def _operations(case: Case, direction: str) -> float:
+    """4 B H N M D forward, half of it with a causal mask, and 2.5 times that backward (Dao, FlashAttention-2, section 4.1)."""
+    operations = 4.0 * case.batch * case.heads * case.queries * case.keys * case.dim * (0.5 if case.mask != "full" else 1.0)
+    return operations * (2.5 if direction == "backward" else 1.0)
