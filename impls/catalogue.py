@@ -27,6 +27,7 @@ CATALOGUE: dict[str, str] = {
     "triton.fa1": "impls.triton.fa1:implementation",
     "triton.fa2": "impls.triton.fa2:implementation",
     "triton.block_sparse": "impls.triton.block_sparse:implementation",
+    "cuda.fa1": "impls.cuda.fa1:implementation",
     "cuda.fa2": "impls.cuda.fa2:implementation",
     "cuda.block_sparse": "impls.cuda.block_sparse:implementation",
     "sdpa.math": "impls.peers.sdpa:math",

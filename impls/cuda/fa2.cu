@@ -49,18 +49,7 @@ struct Mask {
 };
 #endif
 
-// ------------------------------------------------------------------------------------------------------------------------------ parameters
-
-// What all kernels but delta take alike.
-struct Problem {
-    int heads, kv_heads, queries, keys, dim;
-    float scale, magnitude, exponent_scale;  // |scale| and |scale| log2 e; for a scale of 0, 1 and log2 e, since SIGN makes every score 0
-    unsigned long long seed;  // dropout: the seed, the largest word that drops a weight, 1 / (1 - p)
-    unsigned last_dropped;
-    float kept_scale;
-
-    DEVICE int groups() const { return heads / kv_heads; }
-};
+// ------------------------------------------------------------------------------------------------------------------------------- places
 
 // A block's place: its tile of OWN rows and its head. The last tile of queries comes first: with a causal mask it has the most to do.
 constexpr int OWN = WARPS / SPLIT * ROWS;
@@ -78,23 +67,6 @@ struct Place {
 
 // The first of the warp's ROWS rows in the block's tile.
 DEVICE int warp_row() { return warp_index() / SPLIT * ROWS; }
-
-// Shared memory is handed out front to back.
-struct Arena {
-    char* next = shared_memory();
-
-    DEVICE Tile<DIM> tile(int rows) {
-        const Tile<DIM> result{reinterpret_cast<Element*>(next)};
-        next += Tile<DIM>::bytes(rows);
-        return result;
-    }
-    DEVICE Pair<STEP> pair() { return {tile(2 * STEP).start}; }
-    DEVICE float* numbers(int count) {
-        float* result = reinterpret_cast<float*>(next);
-        next += count * sizeof(float);
-        return result;
-    }
-};
 
 DEVICE long long first_row_of(const Problem& problem, int batch, int head) { return (static_cast<long long>(batch) * problem.heads + head) * problem.queries; }
 
@@ -157,7 +129,7 @@ KERNEL(forward)(View<const Element> query, View<const Element> key, View<const E
     const auto keys = head_of(key, place.batch, place.head / problem.groups(), problem.keys, problem.dim);
     const auto values = head_of(value, place.batch, place.head / problem.groups(), problem.keys, problem.dim);
     Arena arena;
-    const Tile<DIM> q = arena.tile(OWN);
+    const Tile<DIM> q = arena.tile<DIM>(OWN);
     const Pair<STEP> k = arena.pair(), v = arena.pair();
     const auto visits = mask.keys_of(place.batch, place.head, place.first, OWN, problem.keys);
 
@@ -283,7 +255,7 @@ KERNEL(dkey_dvalue)(View<const Element> query, View<const Element> key, View<con
                     Global<const float> delta, View<Element> dkey, View<Element> dvalue, Problem problem, Mask mask) {
     const Place place(problem.keys, problem.kv_heads, false);
     Arena arena;
-    const Tile<DIM> k = arena.tile(OWN), v = arena.tile(OWN);
+    const Tile<DIM> k = arena.tile<DIM>(OWN), v = arena.tile<DIM>(OWN);
     const Pair<STEP> q = arena.pair(), d = arena.pair();
     float *const row_lse = arena.numbers(2 * STEP), *const row_delta = arena.numbers(2 * STEP);  // pairs too
 
@@ -356,7 +328,7 @@ KERNEL(dquery)(View<const Element> query, View<const Element> key, View<const El
     const auto keys = head_of(key, place.batch, place.head / problem.groups(), problem.keys, problem.dim);
     const auto values = head_of(value, place.batch, place.head / problem.groups(), problem.keys, problem.dim);
     Arena arena;
-    const Tile<DIM> q = arena.tile(OWN), d = arena.tile(OWN);
+    const Tile<DIM> q = arena.tile<DIM>(OWN), d = arena.tile<DIM>(OWN);
     const Pair<STEP> k = arena.pair(), v = arena.pair();
     const auto visits = mask.keys_of(place.batch, place.head, place.first, OWN, problem.keys);
 

@@ -14,6 +14,19 @@
 constexpr bool TENSOR_CORES = sizeof(Element) == 2;
 constexpr int CHUNK = 16 / sizeof(Element);  // elements of 16 bytes, which are copied and swizzled as one
 
+// ------------------------------------------------------------------------------------------------------------------------------ parameters
+
+// The sizes, the scale and the dropout of a call.
+struct Problem {
+    int heads, kv_heads, queries, keys, dim;
+    float scale, magnitude, exponent_scale;  // |scale| and |scale| log2 e; for a scale of 0, 1 and log2 e, since SIGN makes every score 0
+    unsigned long long seed;  // dropout: the seed, the largest word that drops a weight, 1 / (1 - p)
+    unsigned last_dropped;
+    float kept_scale;
+
+    DEVICE int groups() const { return heads / kv_heads; }
+};
+
 // ------------------------------------------------------------------------------------------------------------------------ device memory
 
 // A tensor [batch, heads, length, dim] that may lie anyhow: strides in elements.
@@ -67,6 +80,24 @@ struct Pair {
     Element* start;
 
     DEVICE Tile<DIM> operator[](int which) const { return {start + which * LENGTH * DIM}; }
+};
+
+// Shared memory is handed out front to back.
+struct Arena {
+    char* next = shared_memory();
+
+    template <int COLUMNS>
+    DEVICE Tile<COLUMNS> tile(int rows) {
+        const Tile<COLUMNS> result{reinterpret_cast<Element*>(next)};
+        next += Tile<COLUMNS>::bytes(rows);
+        return result;
+    }
+    DEVICE Pair<STEP> pair() { return {tile<DIM>(2 * STEP).start}; }
+    DEVICE float* numbers(int count) {
+        float* result = reinterpret_cast<float*>(next);
+        next += count * sizeof(float);
+        return result;
+    }
 };
 
 // Starts to copy LENGTH rows of a head into a tile, by the whole block; zeros past the last row and past the head dim, where memory is never read: what lies

@@ -1,0 +1,230 @@
+"""FlashAttention-1 in CUDA C++: the call, its launches and its claims. The algorithm is in `fa1.cu`.
+
+The kernels are reached through custom operators of torch (`flashproof::cuda_fa1_forward`, `flashproof::cuda_fa1_backward`), which torch.compile takes.
+"""
+
+import ctypes
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from impls.call import Call, check_call
+from impls.cuda import launching
+from impls.cuda.launching import ELEMENTS, Launch, Problem, Tile, View, call_of, check_scale, missing, packed_seed, padded_dim, sign_of, vectors
+from impls.spec import Alignment, Arithmetic, Device, Dtype, Implementation, Supports
+
+# ------------------------------------------------------------------------------------------------------------------------------ tiles
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of the two kernels: a block's queries and the keys of a step are B_r and B_c of the paper."""
+
+    forward: Tile
+    backward: Tile
+
+
+# By the bits of the dtype and the padded head dim. As in the paper they shrink as the head dim grows: what is on chip has a size.
+TILES = {
+    (16, 64): Tiles(forward=Tile(4, 16, 64), backward=Tile(4, 16, 64)),
+    (16, 128): Tiles(forward=Tile(4, 16, 64), backward=Tile(4, 16, 32)),
+    (16, 256): Tiles(forward=Tile(4, 16, 32), backward=Tile(4, 16, 16)),
+    (32, 64): Tiles(forward=Tile(4, 16, 32), backward=Tile(4, 16, 32)),
+    (32, 128): Tiles(forward=Tile(4, 16, 32), backward=Tile(4, 16, 16)),
+    (32, 256): Tiles(forward=Tile(4, 16, 16), backward=Tile(2, 16, 16)),
+}
+# On the twin one tile serves both kernels, which are compiled together.
+TWIN_TILES = {64: Tile(4, 16, 32), 128: Tile(2, 32, 64), 256: Tile(4, 16, 16)}
+
+
+def tiles(dtype: torch.dtype, dim: int, twin: bool) -> Tiles:
+    """The tiles for a dtype and head dim. The batch and the lengths have no say, so a slice of a batch is computed as it is in the batch."""
+    if twin:
+        return Tiles(*(TWIN_TILES[padded_dim(dim)],) * 2)
+    return TILES[8 * dtype.itemsize, padded_dim(dim)]
+
+
+# --------------------------------------------------------------------------------------------------------------------------- launches
+
+
+def forward_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, out: Tensor, row_max: Tensor, row_sum: Tensor, lse: Tensor) -> Launch:
+    """One block for each head. out, row_max and row_sum, float32, enter as 0, -inf and 0; lse is filled."""
+    tile = tiles(query.dtype, call.dim, launching.on_twin(query)).forward
+    shared_bytes = (tile.own + 2 * tile.step) * padded_dim(call.dim) * query.itemsize
+    views = (View.of(query), View.of(key), View.of(value), *(ctypes.c_void_p(x.data_ptr()) for x in (out, row_max, row_sum, lse)))
+    constants = _constants(call, tile, query, key, value)
+    arguments = (*views, Problem.of(call), ctypes.c_int(call.offset))
+    return Launch("fa1.cu", "forward", call.batch * call.heads, tile.warps, shared_bytes, constants, (query, key, value, out, row_max, row_sum, lse), arguments)
+
+
+def backward_launch(
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dout: Tensor,
+    out: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    dquery: Tensor,
+    dkey: Tensor,
+    dvalue: Tensor,
+) -> Launch:
+    """One block for each key head. dquery, float32, enters as 0; dkey and dvalue are filled."""
+    tile = tiles(query.dtype, call.dim, launching.on_twin(query)).backward
+    shared_bytes = (2 * (tile.own + tile.step) * padded_dim(call.dim) + 2 * tile.own * tile.step) * query.itemsize
+    views = (
+        *map(View.of, (query, key, value, dout, out)),
+        *(ctypes.c_void_p(x.data_ptr()) for x in (row_max, row_sum, dquery)),
+        View.of(dkey),
+        View.of(dvalue),
+    )
+    constants = _constants(call, tile, query, key, value, dout)
+    tensors = (query, key, value, dout, out, row_max, row_sum, dquery, dkey, dvalue)
+    arguments = (*views, Problem.of(call), ctypes.c_int(call.offset))
+    return Launch("fa1.cu", "backward", call.batch * call.kv_heads, tile.warps, shared_bytes, constants, tensors, arguments)
+
+
+def _constants(call: Call, tile: Tile, *inputs: Tensor) -> dict[str, int | str]:
+    kind: dict[str, int | str] = {"Element": ELEMENTS[inputs[0].dtype], "DIM": padded_dim(call.dim), "VECTOR": int(vectors(*inputs))}
+    return kind | {"SIGN": sign_of(call), "CAUSAL": int(call.is_causal), "DROPOUT": int(call.dropout_p > 0.0)} | tile.constants
+
+
+# ------------------------------------------------------------------------------------------------------------------------- operators
+
+
+@torch.library.custom_op("flashproof::cuda_fa1_forward", mutates_args=())
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, offset: int, dropout_p: float, dropout_seed: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, row_max, row_sum)."""
+    call = call_of(query, key, scale, is_causal, offset, dropout_p, dropout_seed)
+    rows = query.shape[:3]
+    out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    row_max = torch.full(rows, -math.inf, dtype=torch.float32, device=query.device)
+    row_sum = torch.zeros(rows, dtype=torch.float32, device=query.device)
+    lse = torch.empty(rows, dtype=torch.float32, device=query.device)
+    forward_launch(call, query, key, value, out, row_max, row_sum, lse).run()
+    return out.to(query.dtype), lse, row_max, row_sum
+
+
+@torch.library.custom_op("flashproof::cuda_fa1_backward", mutates_args=())
+def _backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    scale: float,
+    is_causal: bool,
+    offset: int,
+    dropout_p: float,
+    dropout_seed: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dquery, dkey, dvalue)."""
+    call = call_of(query, key, scale, is_causal, offset, dropout_p, dropout_seed)
+    dquery = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    dkey, dvalue = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (key, value))
+    backward_launch(call, query, key, value, dout, out, row_max, row_sum, dquery, dkey, dvalue).run()
+    return dquery.to(query.dtype), dkey, dvalue
+
+
+@_forward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, ...]:
+    rows = (torch.empty(query.shape[:3], dtype=torch.float32, device=query.device) for _ in range(3))
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device), *rows
+
+
+@_backward.register_fake
+def _(_dout: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, *ctx.options = inputs
+    out, *statistics = output
+    ctx.save_for_backward(query, key, value, out, *statistics[1:])
+    ctx.mark_non_differentiable(*statistics)
+
+
+def _differentiate(ctx: Any, dout: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward(dout, *ctx.saved_tensors, *ctx.options), *(None for _ in ctx.options)
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
+
+# --------------------------------------------------------------------------------------------------------------------------- the call
+
+
+def attention(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys dim"],
+    *,
+    is_causal: bool = False,
+    causal_alignment: Alignment = "top_left",
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    return_lse: bool = False,
+) -> Float[Tensor, "batch heads queries dim"] | tuple[Float[Tensor, "batch heads queries dim"], Float[Tensor, "batch heads queries"]]:
+    """softmax(scale query key^T) value, with gradients for query, key and value.
+
+    scale is 1/sqrt(dim) unless given. With is_causal, query i sees key j when j <= i ("top_left") or j <= i + keys - queries ("bottom_right"). With enable_gqa,
+    heads is a multiple of kv_heads. dropout_p of the normalised weights are zeroed and the others divided by 1 - dropout_p, as drawn from dropout_seed. With
+    return_lse also the natural log of the sum of the exponentials of each query's scores, float32, which carries no gradient. A query that sees no key has
+    output 0, LSE -inf and zero gradients.
+
+    Raises TypeError or ValueError naming the argument that is wrong, and CudaError where a kernel cannot be compiled or launched.
+    """
+    call = check_call(
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+    )
+    check_scale(call)
+    out, lse, *_ = _forward(query, key, value, call.scale, call.is_causal, call.offset, call.dropout_p, packed_seed(call.dropout_seed))
+    return (out, lse) if return_lse else out
+
+
+def _arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
+    """Tiles differ between head dims; the smallest make the most steps, so they are the ones claimed."""
+    chosen = [tiles(getattr(torch, dtype), dim, device == "cpu") for dim in (64, 128, 256)]
+    return Arithmetic(
+        accumulate="tensor_core" if device == "cuda" and dtype != "float32" else "fma",
+        key_tile=min(tile.step for each in chosen for tile in (each.forward, each.backward)),
+        query_tile=min(each.backward.own for each in chosen),
+    )
+
+
+implementation = Implementation(
+    name="cuda.fa1",
+    attention=attention,
+    supports=Supports(
+        causal=("top_left", "bottom_right"),
+        scale="finite",
+        grouped_heads=True,
+        cross_lengths=True,
+        strided=True,
+        dropout=True,
+        lse=True,
+        deterministic=True,
+        batch_invariant=True,
+    ),
+    arithmetic=_arithmetic,
+    missing=missing,
+    summary="FlashAttention-1 in CUDA C++: outer loop over keys, the output rescaled in device memory at every step.",
+)
