@@ -1,8 +1,12 @@
 """Runs an implementation on a case and says what came of it: tensors, a refusal, or a fault."""
 
+import os
+import signal
 import time
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import torch
@@ -10,6 +14,7 @@ from torch import Tensor
 
 from impls.spec import Implementation, Supports
 from tests.cases import Case, Inputs, dropout_seed
+from tests.world import left_alone
 
 TensorName = Literal["out", "lse", "dq", "dk", "dv"]
 TENSORS: tuple[TensorName, ...] = get_args(TensorName)
@@ -20,7 +25,14 @@ class Refused(Exception):
 
 
 class Fault(Exception):
-    """The implementation raised, or answered with something that is no answer. A result, not the end of the run."""
+    """The implementation raised, or answered with something that is no answer. A result, not the end of the run.
+
+    spoils: the process is of no further use, as after a CUDA error.
+    """
+
+    def __init__(self, said: str, *, spoils: bool = False) -> None:
+        super().__init__(said)
+        self.spoils = spoils
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +42,7 @@ class Answer:
     tensors: dict[TensorName, Tensor]
     seconds: float
     has_gradient: bool = field(default=True)  # whether the output carried a gradient
+    changed: tuple[str, ...] = ()  # global state that the call changed, and that was put back
 
     def __getitem__(self, name: TensorName) -> Tensor:
         return self.tensors[name]
@@ -59,44 +72,143 @@ def arguments(case: Case, supports: Supports, inputs: Inputs) -> dict[str, objec
     return keywords
 
 
+def _nobody(case: Case | None) -> None:
+    """Nobody watches."""
+
+
+watch: Callable[[Case | None], None] = _nobody  # is told of the case that a kernel is now given, and None when it is back: tests/isolation.py
+
+
+@contextmanager
+def calling(case: Case) -> Generator[list[str], None, None]:
+    """While it is open, the implementation's code runs: under a time limit, in a run that has one. The list names global state that it changed."""
+    watch(case)
+    try:
+        with warnings.catch_warnings(), left_alone() as changed:
+            warnings.simplefilter("ignore")  # errors in the suite itself; what a kernel warns of is no fault of its arithmetic
+            yield changed
+    finally:
+        watch(None)
+
+
 def attend(implementation: Implementation, case: Case, inputs: Inputs, *, backward: bool) -> Answer:
     """Calls the implementation, and its backward if asked. Raises Refused or Fault.
 
     A refusal is an exception of a kind that says "not this input", at the first call and of a bare callable only; one with claims has said what it takes.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # errors in the suite itself; what a kernel warns of is no fault of its arithmetic
-        return _attend(implementation, case, inputs, backward)
+    with calling(case) as changed:
+        answer = _attend(implementation, case, inputs, backward)
+    return replace(answer, changed=tuple(changed))
 
 
 def _attend(implementation: Implementation, case: Case, inputs: Inputs, backward: bool) -> Answer:
+    given = {"query": inputs.query, "key": inputs.key, "value": inputs.value, "output gradient": inputs.dout}
+    before = {name: _memory(tensor).clone() for name, tensor in given.items()}
     leaves = tuple(tensor.detach().requires_grad_(backward) for tensor in (inputs.query, inputs.key, inputs.value))
     keywords = arguments(case, implementation.supports, inputs)
     started = time.perf_counter()
-    try:
-        returned = implementation.attention(*leaves, **keywords)
-        _synchronise(inputs)
-    except Exception as error:
-        if implementation.bare and _declines(error):
-            raise Refused(_said(error)) from error
-        raise Fault(f"forward raised {_said(error)}") from error
-    tensors = _outputs(returned, implementation.supports, case, inputs)
-    out = tensors["out"]
-    if backward and out.requires_grad:
+    with _one_process():
         try:
-            gradients = torch.autograd.grad(out, leaves, inputs.dout, allow_unused=True)
+            returned = implementation.attention(*leaves, **keywords)
+            early = _read_in_stream(returned)
             _synchronise(inputs)
-        except Exception as error:
-            if implementation.bare and isinstance(error, NotImplementedError):
-                raise Refused(f"backward: {_said(error)}") from error
-            raise Fault(f"backward raised {_said(error)}") from error
+        except BaseException as error:
+            if _is_the_users(error):
+                raise
+            if implementation.bare and _declines(error):
+                raise Refused(_said(error)) from error
+            raise Fault(f"forward raised {_said(error)}", spoils=_is_cuda_error(error)) from error
+    tensors = _outputs(returned, implementation.supports, case, inputs)
+    for name, tensor in tensors.items():
+        if any(tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for other in given.values()):
+            raise Fault(f"{name} shares memory with an input")
+    out = tensors["out"]
+    if early is not None and not _same_bits(early, out):
+        raise Fault("out was not ready when the caller's stream read it: it is computed in another stream, which the caller's does not wait for")
+    if backward and out.requires_grad:
+        with _one_process():
+            try:
+                gradients = torch.autograd.grad(out, leaves, inputs.dout, allow_unused=True)
+                _synchronise(inputs)
+            except BaseException as error:
+                if _is_the_users(error):
+                    raise
+                if implementation.bare and isinstance(error, NotImplementedError):
+                    raise Refused(f"backward: {_said(error)}") from error
+                raise Fault(f"backward raised {_said(error)}", spoils=_is_cuda_error(error)) from error
         names: tuple[TensorName, ...] = ("dq", "dk", "dv")
         for name, leaf, gradient in zip(names, leaves, gradients, strict=True):
             # No gradient at all for an input is the same statement as a gradient of zero, and judged as such.
             tensors[name] = torch.zeros_like(leaf) if gradient is None else gradient
     seconds = time.perf_counter() - started
+    _check_untouched(given, before)
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
     return Answer(detached, seconds, has_gradient=not backward or out.requires_grad)
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """All bytes of the buffer that a tensor stands in, and not only those that it owns: NaN is compared by its bits."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first.detach().contiguous().view(torch.uint8), second.detach().contiguous().view(torch.uint8))
+
+
+def _check_untouched(given: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+    """Raises Fault if the call wrote to an input, or to the memory around it."""
+    for name, tensor in given.items():
+        now = _memory(tensor)
+        if torch.equal(now, before[name]):
+            continue
+        owned = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+            before[name].untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+        if _same_bits(tensor, owned):
+            places = (now != before[name]).nonzero().flatten()
+            start, size = tensor.storage_offset() * tensor.element_size(), tensor.element_size()
+            first = (int(places[0]) - start) // size
+            raise Fault(f"the call wrote to memory around its {name}, which it does not own: first at element {first:+d} from the tensor's first")
+        raise Fault(f"the call changed its {name}")
+
+
+FORKED = 86  # the exit status of a second process that came back from a call
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks  # noqa: PLW0603
+    _forks += 1
+
+
+os.register_at_fork(after_in_parent=_count_fork)
+
+
+@contextmanager
+def _one_process() -> Generator[None, None, None]:
+    """Of a call that forks only one process may come back. A second one would go on with the run beside the first; it ends here."""
+    process, forks = os.getpid(), _forks
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            os._exit(FORKED)
+    if _forks != forks and _a_child_came_back():
+        raise Fault("the call forked its process, and both came back")
+
+
+def _a_child_came_back(patience: float = 2.0) -> bool:
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        try:
+            process, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        if process and os.waitstatus_to_exitcode(status) == FORKED:
+            return True
+        if not process:
+            time.sleep(0.01)
+    return False
 
 
 def _outputs(returned: object, supports: Supports, case: Case, inputs: Inputs) -> dict[TensorName, Tensor]:
@@ -122,14 +234,30 @@ def _outputs(returned: object, supports: Supports, case: Case, inputs: Inputs) -
     return tensors
 
 
-def _declines(error: Exception) -> bool:
-    broken = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-    return isinstance(error, NotImplementedError | ValueError | TypeError | RuntimeError) and not isinstance(error, broken) and "CUDA error" not in str(error)
+def _declines(error: BaseException) -> bool:
+    if _is_cuda_error(error) or isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return False
+    return isinstance(error, NotImplementedError | ValueError | TypeError | RuntimeError)
 
 
-def _said(error: Exception) -> str:
+def _is_cuda_error(error: BaseException) -> bool:
+    return isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
+
+
+def _is_the_users(error: BaseException) -> bool:
+    """Ctrl-C, where it reaches this process; in one that ignores it a kernel raised it."""
+    return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+
+
+def _said(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def _read_in_stream(returned: object) -> Tensor | None:
+    """On a GPU, what the caller's stream reads right after the call. The read also brings up the error of a launch that nobody asked about."""
+    out = returned[0] if isinstance(returned, tuple) and returned else returned
+    return out.detach().clone(memory_format=torch.contiguous_format) if isinstance(out, Tensor) and out.is_cuda else None
 
 
 def _synchronise(inputs: Inputs) -> None:
