@@ -4,6 +4,7 @@ A check is a test function that takes `subject` and carries `@pytest.mark.check(
 dtype and device whose claims cover at least one case of its grid; what is not claimed leaves no test.
 """
 
+import argparse
 import datetime
 import os
 import platform
@@ -21,8 +22,10 @@ import torch
 
 from impls import catalogue
 from impls.spec import DTYPES, Device, Dtype, Implementation
+from reports import wording
 from reports.record import Absence, Claim, Environment, Judgement, Record, append
 from tests.cases import Case, inputs, not_claimed
+from tests.isolation import Guest, Hosts
 from tests.subject import Subject, summary
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +47,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device", choices=("cpu", "cuda"), help="only on this device")
     group.addoption("--records", metavar="FILE", help="where the run's records go, instead of a file of its own in reports/runs")
     group.addoption("--case", metavar="LINE", help="only this case, as a report prints it; every check that takes it runs it")
+    limits = ", ".join(f"{seconds} on {device}" for device, seconds in TIME_LIMITS.items())
+    group.addoption("--time-limit", type=float, metavar="SECONDS", help=f"for one call of a kernel that is not in the catalogue, backward included ({limits})")
+    group.addoption("--host", help=argparse.SUPPRESS)  # this process is a host of another: tests/isolation.py
+
+
+HOSTS = pytest.StashKey[int]()  # how many processes run the kernels of strangers; none: this one does
+TIME_LIMITS: dict[Device, int] = {"cpu": 40, "cuda": 120}  # a first call may compile
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """A run with a stranger's kernel has hosts instead of pytest-xdist's workers, as many as -n says; with -n 0 all of it runs in this process."""
+    asked = config.option.numprocesses
+    if any(":" in name for name in config.getoption("--impl")) and asked and not config.option.collectonly and not config.getoption("usepdb"):
+        count = _processes() if isinstance(asked, str) else int(asked)
+        config.stash[HOSTS] = 0 if config.getoption("--benchmark-only", default=False) else count
+        config.option.numprocesses = 0
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -65,13 +85,18 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Processes, unless -n says: one a core. None beside this one for one case, and for benchmarks, which must have the machine to themselves."""
     if config.getoption("--benchmark-only", default=False) or config.getoption("--case") or config.option.collectonly:
         return 0
-    cores = len(os.sched_getaffinity(0))
     if not torch.cuda.is_available():
         config.option.dist = "worksteal"  # neighbours stay together, and share the exact results that a process remembers
-        return cores
-    # One at a time, the heaviest first: what one process has compiled the others find on disk.
-    config.option.dist, config.option.maxschedchunk = "load", 1
-    return min(cores, WORKERS_ON_GPU)
+    else:
+        # One at a time, the heaviest first: what one process has compiled the others find on disk.
+        config.option.dist, config.option.maxschedchunk = "load", 1
+    return _processes()
+
+
+def _processes() -> int:
+    """One a core; on a GPU, which they share, not too many."""
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, WORKERS_ON_GPU) if torch.cuda.is_available() else cores
 
 
 # ------------------------------------------------------------------------------------------------ what is run over what
@@ -95,6 +120,7 @@ class State:
     """What a session knows: the selection of the command line, the run's name, the records."""
 
     def __init__(self, config: pytest.Config) -> None:
+        self.config = config
         self.selected: list[str] = config.getoption("--impl")
         self.case = _parsed_case(config.getoption("--case"))
         asked: list[Dtype] = config.getoption("--dtype")
@@ -104,8 +130,12 @@ class State:
         self.device: Device | None = config.getoption("--device")
         self.timed: bool = config.getoption("--benchmark-only", default=False)  # benchmarks verify nothing
         worker = getattr(config, "workerinput", None)
-        self.run: str = worker["flashproof_run"] if worker else f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
-        self.is_worker = worker is not None
+        host: str | None = config.getoption("--host")
+        self.run: str = worker["flashproof_run"] if worker else host.split(",")[3] if host else _run_name()
+        self.guest = Guest.spawned(host) if host else None  # set in a host: what it finds goes to the main process
+        self.is_worker = worker is not None or host is not None
+        self.hosts = config.stash.get(HOSTS, 0)
+        self.shown: set[str] = set()  # implementations of which a failure was shown while the run went on
         self.path = Path(config.getoption("--records") or RUNS / f"{self.run}.jsonl")
         self.written = 0
         self.passed: dict[str, int] = {}
@@ -158,6 +188,10 @@ class State:
 
 
 STATE = pytest.StashKey[State]()
+
+
+def _run_name() -> str:
+    return f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
 
 
 def _parsed_case(line: str | None) -> Case | None:
@@ -227,7 +261,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
     # The checks with the most to do first, so that no long one is left to the end; and those of one grid together, whose exact results are then remembered.
-    items.sort(key=lambda item: _weight(state, item))
+    # Before them, of a stranger's kernel, those of the call itself: they take a second, and a kernel that answers for another call shows it there.
+    items.sort(key=lambda item: (not (state.hosts and item.path.name == "test_call.py"), *_weight(state, item)))
     for item in items:
         target = _target(item)
         if target is None:
@@ -285,7 +320,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
         dtype=target.dtype,
         device=target.device,
         check=_check_name(request.node),
-        cases=state.cases(marker, target),
+        cases=state.cases(marker, target)[state.guest.after + 1 if state.guest else 0 :],
         run=state.run,
         emit=lambda record: _attach(request.node, record),
         defect=defect,
@@ -311,8 +346,13 @@ def recorder(request: pytest.FixtureRequest) -> Recorder:
 
 
 def _attach(item: pytest.Item, record: Record) -> None:
-    # User properties travel from a worker to the controller, so one process writes the file.
-    item.user_properties.append(("flashproof", msgspec.json.encode(record).decode()))
+    line = msgspec.json.encode(record).decode()
+    guest = item.config.stash[STATE].guest
+    if guest:
+        guest.say("record", line)  # at once: the next call may be its last
+    else:
+        # User properties travel from a worker to the controller, so one process writes the file.
+        item.user_properties.append(("flashproof", line))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -328,6 +368,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if _session_state is not None and _session_state.guest:
+        config = _session_state.config
+        _session_state.guest.say("report", config.hook.pytest_report_to_serializable(config=config, report=report))
     if report.when != "call" or _session_state is None or _session_state.is_worker:
         return
     for name, text in report.user_properties:
@@ -348,6 +391,66 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_configure_node(node: object) -> None:
     """Under pytest-xdist every worker belongs to the controller's run."""
     node.workerinput["flashproof_run"] = node.config.stash[STATE].run  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------------------ strangers
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """In a run with hosts, has them run the checks; in a host that was started as a pytest of its own, is one."""
+    state = session.config.stash[STATE]
+    if state.guest:
+        state.guest.serve(session)
+        return True
+    if not state.hosts or session.testsfailed:
+        return None
+
+    def enter(guest: Guest) -> None:
+        state.guest, state.is_worker = guest, True
+
+    def record(found: Record) -> None:
+        state.record(found)
+        _show_first(session.config, state, found)
+
+    def failed(item: pytest.Item, line: str, message: str) -> str:
+        target = _target(item)
+        assert target is not None  # only checks are run in hosts
+        judgement = Judgement(
+            run=state.run,
+            implementation=target.name,
+            check=_check_name(item),
+            case=line,
+            dtype=target.dtype,
+            device=target.device,
+            status="failed",
+            message=message,
+        )
+        record(judgement)
+        return wording.failure_block(judgement)
+
+    def limit(item: pytest.Item) -> float:
+        target = _target(item)
+        return session.config.getoption("--time-limit") or TIME_LIMITS[target.device if target else "cpu"]
+
+    def describe(item: pytest.Item) -> tuple[str, list[str]]:
+        target, marker = _target(item), item.get_closest_marker("check")
+        assert target is not None
+        assert marker is not None
+        return (target.name if ":" in target.name else ""), [str(case) for case in state.cases(marker, target)]
+
+    Hosts(session, count=state.hosts, limit=limit, describe=describe, record=record, failed=failed, enter=enter, run=state.run).run()
+    return True
+
+
+def _show_first(config: pytest.Config, state: State, record: Record) -> None:
+    """Shows the first failure of each implementation as soon as it is found: whoever waits for it need not wait for the rest."""
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    if reporter is None or not isinstance(record, Judgement) or record.status != "failed" or record.implementation in state.shown:
+        return
+    state.shown.add(record.implementation)
+    reporter.ensure_newline()
+    reporter.write_line(wording.failure_block(record), red=True)
 
 
 # ------------------------------------------------------------------------------------------------ the end of a run

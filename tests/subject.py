@@ -17,6 +17,7 @@ from reports import wording
 from reports.record import Element, Judgement, Record, Status, figure
 from tests import judging, profiles
 from tests.cases import Case, Inputs, inputs
+from tests.isolation import end_if_spoilt
 from tests.judging import Judged
 from tests.running import Answer, Fault, Refused, TensorName, attend
 
@@ -68,6 +69,7 @@ class Subject:
             return None
         except Fault as fault:
             self.fail(case, str(fault))
+            end_if_spoilt(fault)
             return None
         if backward and not answer.has_gradient:
             if self.implementation.bare:
@@ -80,13 +82,13 @@ class Subject:
 
     # ------------------------------------------------------------------------------------------------ properties
 
-    def expect(self, holds: bool, case: Case, message: str) -> None:
-        """Records a property that holds or not. `message` says what is wrong when it does not."""
+    def expect(self, holds: bool, case: Case, message: str, **fields: object) -> None:
+        """Records a property that holds or not. `message` says what is wrong when it does not. fields: what else the record holds."""
         if holds:
             self.judged += 1
-            self._emit(case, "passed")
+            self._emit(case, "passed", **fields)
         else:
-            self.fail(case, message)
+            self.fail(case, message, **fields)
 
     def expect_equal(self, first: Tensor, second: Tensor, case: Case, name: str, message: str) -> None:
         """Bitwise equality of two results (0 and -0 count as equal); the failure says where they part."""
@@ -115,11 +117,11 @@ class Subject:
                     return True
         return False
 
-    def fail(self, case: Case, message: str) -> None:
-        """Records a failure without figures."""
+    def fail(self, case: Case, message: str, **fields: object) -> None:
+        """Records a failure that `message` tells of."""
         self.judged += 1
-        self._emit(case, "failed", message=message)
-        self.failures.append(wording.failure_block(self._judgement(case, "failed", message=message)))
+        self._emit(case, "failed", message=message, **fields)
+        self.failures.append(wording.failure_block(self._judgement(case, "failed", message=message, **fields)))
 
     # ------------------------------------------------------------------------------------------------ search
 
@@ -139,6 +141,9 @@ class Subject:
                 self.refusals.append(str(refusal))
                 return
             except Fault as fault:
+                if fault.spoils:
+                    self.fail(case, str(fault))
+                    end_if_spoilt(fault)
                 failed.append(([], case, 0.0, str(fault)))
                 raise AssertionError(str(fault)) from fault
             if backward and not answer.has_gradient:

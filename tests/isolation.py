@@ -1,0 +1,370 @@
+"""A stranger's kernel runs in processes of their own, so that whatever it does to its process is one failed case and the run goes on.
+
+The main process collects, hands out checks and keeps the records; it never calls a kernel. A host is a process that runs the checks of one stranger, or of
+the catalogue, one check at a time. It sends each record as it is made, and the line of each case before a kernel gets it. So when a host dies, or a call does
+not come back and the host is ended, nothing is lost, the case is known, and a new host goes on with the case after it.
+
+Hosts are forks of the main process, which costs milliseconds. Where there is a CUDA device, which does not survive a fork, each is a pytest of its own.
+"""
+
+import ctypes
+import faulthandler
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import msgspec
+import pytest
+import torch
+
+from reports.record import Record
+from tests import running
+
+TICK = 0.25  # seconds between two looks at what is silent
+SILENCE = 10  # time limits that may pass without a word while no kernel is called: the oracles of a long case
+DEATHS = 3  # of one check, after which the rest of its cases is left out
+HANGS = 3  # of one implementation, after which the rest of its checks is left out; each gives the next call a quarter of the time
+SPOILT = 87  # the exit status of a host whose kernel left it unusable, after it said so
+
+Message = tuple[Literal["record", "calling", "back", "report", "done"], object]
+
+
+@dataclass(eq=False)
+class Job:
+    """A check of one implementation, dtype and device, to be run by a host."""
+
+    index: int  # in the collected items
+    item: pytest.Item
+    owner: str  # the stranger, or "" for all of the catalogue: a host serves one owner
+    cases: list[str]
+    after: int = -1  # the case that it goes on behind
+    reached: int = -1  # the last case of its list that a kernel was given
+    current: str = ""  # the line of the case that a kernel was given last
+    deaths: int = 0
+    blocks: list[str] = field(default_factory=list)  # failures told by hosts that died
+
+
+# ---------------------------------------------------------------------------------------------------------------------------- in a host
+
+
+class Guest:
+    """A host's side: what its checks tell the main process."""
+
+    def __init__(self, connection: Connection, log: int, *, memory: int | None = None, share: float = 1.0) -> None:
+        """log: a file for the stack at a crash or a hang. memory: bytes that it may take up beside what it has. share: of the memory of a GPU."""
+        self.connection = connection
+        self.after = -1  # the case that the check at hand goes on behind
+        self.log = os.fdopen(log, "wb", buffering=0)
+        faulthandler.enable(file=self.log, all_threads=False)
+        faulthandler.register(signal.SIGUSR1, file=self.log, all_threads=False)
+        if memory is not None:
+            held = int(re.search(r"VmData:\s*(\d+)", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
+            resource.setrlimit(resource.RLIMIT_DATA, (held + memory, resource.RLIM_INFINITY))
+        if torch.cuda.is_available():
+            torch.cuda.set_per_process_memory_fraction(share)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process' affair
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive the run
+        running.watch = lambda case: self.say("back") if case is None else self.say("calling", str(case))
+
+    @classmethod
+    def spawned(cls, words: str) -> "Guest":
+        """A host that was started as a pytest of its own, by what --host told it."""
+        connection, log, share = words.split(",")[:3]
+        return cls(Connection(int(connection)), int(log), share=float(share))
+
+    def say(self, kind: Literal["record", "calling", "back", "report", "done"], content: object = None) -> None:
+        """Sends a message to the main process."""
+        self.connection.send((kind, content))
+
+    def serve(self, session: pytest.Session) -> None:
+        """Runs checks until no more come."""
+        while True:
+            try:
+                index, self.after = self.connection.recv()
+            except EOFError:
+                return
+            item = session.items[index]
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            self.say("done")
+
+
+def end_if_spoilt(fault: running.Fault) -> None:
+    """Ends a host that a kernel left unusable, once its failure is told. Nothing elsewhere."""
+    if fault.spoils and running.watch is not running._nobody:
+        os._exit(SPOILT)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- in the main process
+
+
+class Host:
+    """The main process' side of a host."""
+
+    def __init__(self, owner: str, start: Callable[[Connection, int], "int | subprocess.Popen[bytes]"]) -> None:
+        self.owner = owner
+        self.job: Job | None = None
+        self.calling = False
+        self.since = time.monotonic()  # the last message
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115
+        self.connection, theirs = Pipe()
+        self.process = start(theirs, self.log.fileno())
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process, and of the group of all that it starts."""
+        return self.process if isinstance(self.process, int) else self.process.pid
+
+    def status(self) -> int | None:
+        """The exit status, minus the signal that ended it, or None while it lives."""
+        if isinstance(self.process, subprocess.Popen):
+            return self.process.poll()
+        if self._status is None:
+            pid, status = os.waitpid(self.process, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status
+
+    _status: int | None = None
+
+    def end(self, patience: float = 5.0) -> None:
+        """Ends the process and all that it started."""
+        deadline = time.monotonic() + patience
+        while self.status() is None and time.monotonic() < deadline:
+            os.kill(self.pid, signal.SIGKILL)
+            time.sleep(0.005)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.connection.close()
+        self.log.close()
+
+    def place(self) -> str:
+        """Where in the Python source it was, by faulthandler's account of its stack: the first line outside of installed packages."""
+        self.log.seek(0)
+        text = self.log.read().decode(errors="replace")
+        frames = re.findall(r'^  File "(.+)", line (\d+) in (.+)$', text.rpartition("most recent call first")[2], re.MULTILINE)
+        for file, line, function in [frame for frame in frames if "site-packages" not in frame[0] and "/lib/python" not in frame[0]][:1]:
+            return f", at {file}, line {line}, in {function}"
+        said = [line for line in text.splitlines() if line.strip()]
+        return "" if frames or not said else f"; its last words: {said[-1][:300]}"
+
+
+class Hosts:
+    """Runs all collected items in hosts."""
+
+    def __init__(
+        self,
+        session: pytest.Session,
+        *,
+        count: int,
+        limit: Callable[[pytest.Item], float],
+        describe: Callable[[pytest.Item], tuple[str, list[str]]],
+        record: Callable[[Record], None],
+        failed: Callable[[pytest.Item, str, str], str],
+        enter: Callable[[Guest], None],
+        run: str,
+    ) -> None:
+        """limit: seconds for a call. describe: an item's owner and its cases. failed: records a failure of a case with a message, and words it.
+        enter: is told, in a fork, that it is now a host."""
+        self.session, self.config = session, session.config
+        self.limit, self.record, self.failed, self.enter, self.run_name = limit, record, failed, enter, run
+        self.jobs = deque(Job(index, item, *describe(item)) for index, item in enumerate(session.items))
+        self.slots: list[Host | None] = [None] * max(1, min(count, len(self.jobs)))
+        self.hangs: dict[str, int] = {}
+        self.memory = _available_memory() // (len(self.slots) + 1)
+
+    def run(self) -> None:
+        """Until every item is reported."""
+        try:
+            while True:
+                for slot, host in enumerate(self.slots):
+                    if host is None or host.job is None:
+                        self._give_work(slot)
+                busy = [host for host in self.slots if host is not None and host.job is not None]
+                if not busy:
+                    return
+                heard = wait([host.connection for host in busy], TICK)
+                for host in busy:
+                    if host.connection in heard:
+                        self._hear(host)
+                    if host.job is not None:
+                        self._look_after(host)
+                if self.session.shouldfail:
+                    raise self.session.Failed(self.session.shouldfail)
+                if self.session.shouldstop:
+                    raise self.session.Interrupted(self.session.shouldstop)
+        finally:
+            for host in self.slots:
+                if host is not None:
+                    host.end()
+
+    def _give_work(self, slot: int) -> None:
+        host = self.slots[slot]
+        while self.jobs:
+            job = next((job for job in self.jobs if host is not None and job.owner == host.owner), self.jobs[0])
+            self.jobs.remove(job)
+            if self.hangs.get(job.owner, 0) >= HANGS:
+                reason = f"not run: {HANGS} calls of {job.owner} did not come back"
+                self._report(job, "skipped", (str(job.item.path), None, f"Skipped: {reason}"))
+                continue
+            if host is None or host.owner != job.owner:
+                if host is not None:
+                    host.end()
+                host = self.slots[slot] = Host(job.owner, self._spawn if torch.cuda.is_available() else self._fork)
+            host.job, host.calling, host.since, job.current = job, False, time.monotonic(), ""
+            with suppress(OSError):  # it has died, and is about to be looked after
+                host.connection.send((job.index, job.after))
+            return
+
+    def _hear(self, host: Host) -> None:
+        """Takes in what a host has sent so far."""
+        while host.job is not None:
+            try:
+                if not host.connection.poll():
+                    return
+                kind, content = host.connection.recv()
+            except Exception:  # its end, or words that a damaged process did not finish
+                time.sleep(0.05)  # the connection closes a moment before the process is gone
+                if host.status() is None:
+                    self._lose(host, "the process closed the files that it was given")
+                return
+            self._take(host, host.job, kind, content)
+
+    def _take(self, host: Host, job: Job, kind: str, content: object) -> None:
+        host.since = time.monotonic()
+        match kind:
+            case "record":
+                self.record(msgspec.json.decode(str(content), type=Record))
+            case "calling":
+                host.calling, job.current = True, str(content)
+                job.reached = job.cases.index(job.current) if job.current in job.cases else job.reached
+            case "back":
+                host.calling = False
+            case "report":
+                report = self.config.hook.pytest_report_from_serializable(config=self.config, data=content)
+                if report.when == "call" and job.deaths:
+                    told = [report.longreprtext] if report.outcome == "failed" else []
+                    report.outcome, report.longrepr = "failed", "\n\n".join(job.blocks + told)
+                self.config.hook.pytest_runtest_logreport(report=report)
+            case "done":
+                host.job = None
+
+    def _look_after(self, host: Host) -> None:
+        """Ends a host whose time is up, and accounts for one that died."""
+        job = host.job
+        assert job is not None
+        if (status := host.status()) is not None:
+            self._hear(host)
+            if host.job is not None:
+                self._lose(host, _how(status, host.calling), spoilt=status == SPOILT)
+            return
+        hangs = self.hangs.get(job.owner, 0)
+        seconds = self.limit(job.item) / 4**hangs
+        if time.monotonic() - host.since <= (seconds if host.calling else SILENCE * self.limit(job.item)):
+            return
+        os.kill(host.pid, signal.SIGUSR1)  # faulthandler writes the stack, whoever holds the interpreter's lock
+        time.sleep(0.1)
+        self.hangs[job.owner] = hangs + 1
+        allowed = f"no answer within {seconds:g} s" if host.calling else f"no sign of life for {SILENCE * self.limit(job.item):g} s"
+        self._lose(host, f"{allowed} (--time-limit gives another limit)")
+
+    def _lose(self, host: Host, how: str, *, spoilt: bool = False) -> None:
+        """A host is gone. Its case has failed, its check goes on behind this case in another host."""
+        job = host.job
+        assert job is not None
+        place = host.place()
+        host.end()
+        self.slots[self.slots.index(host)] = None
+        job.deaths += 1
+        if not spoilt:  # else the host has told of the failure itself
+            job.blocks.append(self.failed(job.item, job.current, how + place))
+        known = job.reached > job.after or not job.current  # where to go on: behind the case, or where it had not yet begun
+        if known and job.reached + 1 < len(job.cases) and job.deaths < DEATHS:
+            job.after = job.reached
+            self.jobs.appendleft(job)
+        else:
+            self._report(job, "failed", "\n\n".join(job.blocks))
+
+    def _report(self, job: Job, outcome: Literal["failed", "skipped"], words: str | tuple[str, None, str]) -> None:
+        report = pytest.TestReport(
+            nodeid=job.item.nodeid,
+            location=job.item.location,
+            keywords={},
+            outcome=outcome,
+            longrepr=words,  # type: ignore[arg-type]
+            when="call",
+        )
+        self.config.hook.pytest_runtest_logreport(report=report)
+
+    # ------------------------------------------------------------------------------------------------ starting a host
+
+    def _share(self) -> float:
+        return 0.9 / len(self.slots)
+
+    def _fork(self, connection: Connection, log: int) -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of threads: numpy's wait for work, and none of them is ours
+            pid = os.fork()
+        if not pid:
+            self._live(connection, log)
+        return pid
+
+    def _live(self, connection: Connection, log: int) -> NoReturn:
+        """The life of a forked host."""
+        status = 1
+        try:
+            os.setsid()
+            capture = self.config.pluginmanager.getplugin("capturemanager")
+            capture.stop_global_capturing()  # what it prints goes into files of its own
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            capture.start_global_capturing()
+            self.config.pluginmanager.unregister(name="terminalreporter")
+            guest = Guest(connection, log, memory=self.memory)
+            self.enter(guest)
+            guest.serve(self.session)
+            status = 0
+        except BaseException:
+            os.write(log, traceback.format_exc().encode())
+        finally:
+            os._exit(status)
+
+    def _spawn(self, connection: Connection, log: int) -> "subprocess.Popen[bytes]":
+        words = [str(word) for word in self.config.invocation_params.args]
+        host = f"--host={connection.fileno()},{log},{self._share()},{self.run_name}"
+        command = [sys.executable, "-m", "pytest", *words, "-n0", host]
+        directory = self.config.invocation_params.dir
+        return subprocess.Popen(command, cwd=directory, pass_fds=[connection.fileno(), log], stdout=log, stderr=log, start_new_session=True)
+
+
+def _how(status: int, calling: bool) -> str:
+    when = "" if calling else " after the call had come back: it was damaged"
+    if status < 0:
+        said = signal.strsignal(-status) or "unknown"
+        return f"the process died of signal {-status} ({said[0].lower() + said[1:]}){when}"
+    return f"the process ended with status {status}{' in the call' if calling else when}"
+
+
+def _available_memory() -> int:
+    """Bytes that the machine, or the group of processes that this one belongs to, has left."""
+    left = [int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024]  # type: ignore[index]
+    try:
+        group = Path("/sys/fs/cgroup")
+        left.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):  # no such group, or "max"
+        pass
+    return max(min(left), 2**30)
