@@ -30,8 +30,8 @@ class Tiles:
 
 # By the bits of the dtype and the padded head dim. As in the paper they shrink as the head dim grows: what is on chip has a size.
 TILES = {
-    (16, 64): Tiles(forward=Tile(4, 16, 64), backward=Tile(4, 16, 64)),
-    (16, 128): Tiles(forward=Tile(4, 16, 64), backward=Tile(4, 16, 32)),
+    (16, 64): Tiles(forward=Tile(4, 16, 64), backward=Tile(4, 16, 32)),
+    (16, 128): Tiles(forward=Tile(4, 16, 64), backward=Tile(4, 16, 16)),
     (16, 256): Tiles(forward=Tile(4, 16, 32), backward=Tile(4, 16, 16)),
     (32, 64): Tiles(forward=Tile(4, 16, 32), backward=Tile(4, 16, 32)),
     (32, 128): Tiles(forward=Tile(4, 16, 32), backward=Tile(4, 16, 16)),

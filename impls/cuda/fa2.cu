@@ -141,24 +141,23 @@ KERNEL(forward)(View<const Element> query, View<const Element> key, View<const E
         row.total[r] = 0.0f;
     }
     copy_tile<OWN>(q, queries, place.first);
-    if (visits.count > 0) {
-        copy_tile<STEP>(k[0], keys, visits.first(0));
-        copy_tile<STEP>(v[0], values, visits.first(0));
-    }
+    const auto fetch = [&](int first_key, int to) {
+        copy_tile<STEP>(k[to], keys, first_key);
+        copy_tile<STEP>(v[to], values, first_key);
+    };
+    int next_key = 0;
+    if (visits.count > 0) fetch(next_key = visits.first(0), 0);
     Operand<ROWS, HOLD> held(q, warp_row());
     for (int visit = 0; visit < visits.count; ++visit) {
-        const int now = visit % 2;
+        const int now = visit % 2, first_key = next_key;
         copies_wait();
         barrier();  // this tile is there for all, and the one before is no longer read
         if (visit == 0) held.hold();
-        if (visit + 1 < visits.count) {
-            copy_tile<STEP>(k[1 - now], keys, visits.first(visit + 1));
-            copy_tile<STEP>(v[1 - now], values, visits.first(visit + 1));
-        }
+        if (visit + 1 < visits.count) fetch(next_key = visits.first(visit + 1), 1 - now);
         if (visits.masked(visit))
-            attend<true>(row, held, k[now], v[now], problem, mask, place, visits.first(visit));
+            attend<true>(row, held, k[now], v[now], problem, mask, place, first_key);
         else
-            attend<false>(row, held, k[now], v[now], problem, mask, place, visits.first(visit));
+            attend<false>(row, held, k[now], v[now], problem, mask, place, first_key);
     }
 
     // A row that saw no key has maximum -inf and total 0: its LSE is -inf by itself, and its output 0.
@@ -269,23 +268,24 @@ KERNEL(dkey_dvalue)(View<const Element> query, View<const Element> key, View<con
         const auto douts = head_of(dout, place.batch, head, problem.queries, problem.dim);
         const long long first_row = first_row_of(problem, place.batch, head);
         const auto visits = mask.queries_of(place.batch, head, place.first, OWN, problem.queries);
-        const auto fetch = [&](int visit, int to) {
-            copy_tile<STEP>(q[to], queries, visits.first(visit));
-            copy_tile<STEP>(d[to], douts, visits.first(visit));
-            copy_numbers<STEP>(row_lse + to * STEP, lse + first_row, visits.first(visit), problem.queries);
-            copy_numbers<STEP>(row_delta + to * STEP, delta + first_row, visits.first(visit), problem.queries);
+        const auto fetch = [&](int first_query, int to) {
+            copy_tile<STEP>(q[to], queries, first_query);
+            copy_tile<STEP>(d[to], douts, first_query);
+            copy_numbers<STEP>(row_lse + to * STEP, lse + first_row, first_query, problem.queries);
+            copy_numbers<STEP>(row_delta + to * STEP, delta + first_row, first_query, problem.queries);
         };
         barrier();  // the head before is no longer read
-        if (visits.count > 0) fetch(0, 0);
+        int next_query = 0;
+        if (visits.count > 0) fetch(next_query = visits.first(0), 0);
         for (int visit = 0; visit < visits.count; ++visit) {
-            const int now = visit % 2;
+            const int now = visit % 2, first_query = next_query;
             copies_wait();
             barrier();  // this tile is there for all, and the one before is no longer read
-            if (visit + 1 < visits.count) fetch(visit + 1, 1 - now);
+            if (visit + 1 < visits.count) fetch(next_query = visits.first(visit + 1), 1 - now);
             if (visits.masked(visit))
-                add_gradients<true>(dk, dv, k, v, q[now], d[now], row_lse + now * STEP, row_delta + now * STEP, problem, mask, place, head, visits.first(visit));
+                add_gradients<true>(dk, dv, k, v, q[now], d[now], row_lse + now * STEP, row_delta + now * STEP, problem, mask, place, head, first_query);
             else
-                add_gradients<false>(dk, dv, k, v, q[now], d[now], row_lse + now * STEP, row_delta + now * STEP, problem, mask, place, head, visits.first(visit));
+                add_gradients<false>(dk, dv, k, v, q[now], d[now], row_lse + now * STEP, row_delta + now * STEP, problem, mask, place, head, first_query);
         }
     }
     const int first_key = place.first + warp_row(), first_column = warp_index() % SPLIT * PART;
@@ -336,10 +336,12 @@ KERNEL(dquery)(View<const Element> query, View<const Element> key, View<const El
     dq.clear();
     copy_tile<OWN>(q, head_of(query, place.batch, place.head, problem.queries, problem.dim), place.first);
     copy_tile<OWN>(d, head_of(dout, place.batch, place.head, problem.queries, problem.dim), place.first);
-    if (visits.count > 0) {
-        copy_tile<STEP>(k[0], keys, visits.first(0));
-        copy_tile<STEP>(v[0], values, visits.first(0));
-    }
+    const auto fetch = [&](int first_key, int to) {
+        copy_tile<STEP>(k[to], keys, first_key);
+        copy_tile<STEP>(v[to], values, first_key);
+    };
+    int next_key = 0;
+    if (visits.count > 0) fetch(next_key = visits.first(0), 0);
     const long long first_row = first_row_of(problem, place.batch, place.head);
     Registers<float, ROWS / 8> row_lse, row_delta;
     UNROLL
@@ -349,18 +351,15 @@ KERNEL(dquery)(View<const Element> query, View<const Element> key, View<const El
         row_delta[r] = row < problem.queries ? delta[first_row + row] : 0.0f;
     }
     for (int visit = 0; visit < visits.count; ++visit) {
-        const int now = visit % 2;
+        const int now = visit % 2, first_key = next_key;
         copies_wait();
         barrier();  // this tile is there for all, and the one before is no longer read
-        if (visit + 1 < visits.count) {
-            copy_tile<STEP>(k[1 - now], keys, visits.first(visit + 1));
-            copy_tile<STEP>(v[1 - now], values, visits.first(visit + 1));
-        }
+        if (visit + 1 < visits.count) fetch(next_key = visits.first(visit + 1), 1 - now);
         const Operand<ROWS, false> queries(q, warp_row()), douts(d, warp_row());
         if (visits.masked(visit))
-            add_gradients<true>(dq, queries, douts, k[now], v[now], row_lse, row_delta, problem, mask, place, visits.first(visit));
+            add_gradients<true>(dq, queries, douts, k[now], v[now], row_lse, row_delta, problem, mask, place, first_key);
         else
-            add_gradients<false>(dq, queries, douts, k[now], v[now], row_lse, row_delta, problem, mask, place, visits.first(visit));
+            add_gradients<false>(dq, queries, douts, k[now], v[now], row_lse, row_delta, problem, mask, place, first_key);
     }
     store_rows(head_of(dquery, place.batch, place.head, problem.queries, problem.dim), dq, all<ROWS / 8>(problem.scale), place.first + warp_row());
 }

@@ -28,7 +28,7 @@ TILES = {
     (16, 64): Tiles(forward=Tile(4, 32, 64, hold=True), dkey_dvalue=Tile(4, 16, 64), dquery=Tile(4, 32, 32)),
     (16, 128): Tiles(forward=Tile(4, 16, 64, hold=True), dkey_dvalue=Tile(4, 16, 32), dquery=Tile(4, 16, 64)),
     (16, 256): Tiles(forward=Tile(4, 16, 32), dkey_dvalue=Tile(8, 16, 16, split=2), dquery=Tile(4, 16, 16)),
-    (32, 64): Tiles(forward=Tile(4, 32, 32), dkey_dvalue=Tile(4, 16, 32), dquery=Tile(4, 32, 32)),
+    (32, 64): Tiles(forward=Tile(4, 32, 32), dkey_dvalue=Tile(4, 32, 16), dquery=Tile(4, 32, 32)),
     (32, 128): Tiles(forward=Tile(4, 32, 16), dkey_dvalue=Tile(4, 16, 16), dquery=Tile(4, 32, 16)),
     (32, 256): Tiles(forward=Tile(4, 16, 16), dkey_dvalue=Tile(4, 16, 16, split=2), dquery=Tile(2, 16, 16)),
 }

@@ -179,7 +179,7 @@ class Tile:
 class Launch:
     """One launch of a kernel. A launch is data: `run` starts it, and a test compiles it for a GPU that is not there."""
 
-    source: str  # "fa2.cu"
+    source: str  # "fa2.cu": a file of this folder, or the path of another
     kernel: str
     blocks: int
     warps: int
@@ -374,8 +374,11 @@ def _twin(source: str, constants: tuple[tuple[str, int | str], ...]) -> ctypes.P
     native = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
     # Ordinary functions of the C library, no fused products: what is one rounding on a GPU is one here.
     flags = ["-std=c++17", "-O2", "-ftree-vectorize", native, "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-shared", "-fPIC", "-w", "-DTWIN"]
-    flags += [f"-D{name}={value}" for name, value in constants] + [f"-D{kernel.upper()}" for kernel in KERNELS[source]]
-    with _compiled(".so", source, compiler, _compiler_version(compiler), flags, _processor(), sys.platform) as (place, unfinished):
+    flags += [f"-D{name}={value}" for name, value in constants] + [f"-D{kernel.upper()}" for kernel in KERNELS.get(source, ())] + [f"-I{FOLDER}"]
+    with _compiled(".so", source, (FOLDER / source).read_text(), compiler, _compiler_version(compiler), flags, _processor(), sys.platform) as (
+        place,
+        unfinished,
+    ):
         if unfinished:
             command = [compiler, *flags, "-x", "c++", str(FOLDER / source), "-o", str(unfinished)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)

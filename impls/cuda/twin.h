@@ -201,7 +201,10 @@ inline void next_warp(Context& from) {
     for (int i = 0; i < machine.warp_count; ++i) {
         machine.warp = (machine.warp + machine.step + machine.warp_count) % machine.warp_count;
         const Warp& warp = machine.warps[machine.warp];
-        if (!warp.waiting && !warp.ended) return switch_context(from, current());
+        if (!warp.waiting && !warp.ended) {
+            if (&from != &current()) switch_context(from, current());
+            return;
+        }
     }
     if (machine.waiting) fail("%d of %d warps wait at a barrier that the others never reach", machine.waiting, machine.warp_count);
     switch_context(from, machine.home);

@@ -14,7 +14,7 @@ from impls.spec import Implementation, Supports
 from tests import plugin
 
 ROOT = Path(impls.__file__).parent.parent
-OWN = ("tiled", "triton")  # folders in which a file is an implementation, or something that implementations share
+OWN = ("tiled", "triton", "cuda")  # folders in which a file is an implementation, or something that implementations share
 
 
 def loaded(name: str) -> Implementation:
