@@ -29,6 +29,9 @@ LAMBDA = 3.0
 # roundoff; float32, in units of the bound: less).
 BIAS_ALLOWANCE = 0.25
 BIAS_STANDARD_ERRORS = 4.0
+# Root mean square of the errors over what `oracles.spread` expects of a claim: that is an expectation from above, so 1 but for its higher orders.
+RMS_ALLOWANCE = 1.1
+RMS_STANDARD_ERRORS = 4.0
 
 _ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 # Largest absolute error where a result underflows; flush to zero is allowed but to float16, whose subnormal numbers every chip has.
@@ -61,7 +64,7 @@ FLOAT64 = Claim(Arithmetic(accumulate="float64", weights="float32"), dtype=torch
 
 
 @dataclass(frozen=True)
-class _Units:
+class Units:
     """What one claim, dtype and problem put into the formulas."""
 
     form: Form
@@ -89,7 +92,7 @@ class _Units:
         return steps * (self.eps_e + 6.0 * self.u_a)
 
 
-def _units(problem: Problem, claim: "Claim") -> _Units:
+def units_of(problem: Problem, claim: "Claim") -> Units:
     arithmetic, dtype = claim.arithmetic, claim.dtype or problem.query.dtype
     queries, keys = problem.query.shape[2], problem.key.shape[2]
     roundoff = {"fma": 2.0**-24, "tensor_core": 2.0 * 2.0**-24, "float64": 2.0**-53}[arithmetic.accumulate]
@@ -97,7 +100,7 @@ def _units(problem: Problem, claim: "Claim") -> _Units:
     cast = arithmetic.weights == "input" and dtype in (torch.float16, torch.bfloat16)
     # An unknown tile is taken at its worst: as small as 16 for the number of steps, all keys for the length of a sum.
     tiles = math.ceil(keys / (arithmetic.key_tile or 16))
-    return _Units(
+    return Units(
         form=claim.form,
         u_a=roundoff,
         u_p=_ROUNDOFF[dtype] if cast else 0.0,
@@ -145,7 +148,7 @@ class Evaluation:
 def evaluate(problem: Problem, claims: Sequence[Claim], block_scores: int = naive.BLOCK_SCORES) -> Evaluation:
     """The float64 answer and everything that it is judged by, in one pass over the rows."""
     answer = naive.empty_answer(problem)
-    sums = [_Sums(problem, _units(problem, claim)) for claim in claims]
+    sums = [_Sums(problem, units_of(problem, claim)) for claim in claims]
     sixteen_bit = problem.query.dtype in (torch.float16, torch.bfloat16)
     casts = [naive.empty_answer(problem) for _ in range(5)] if sixteen_bit else []
     for rows in naive.row_blocks(problem, block_scores):
@@ -217,7 +220,7 @@ def _moved(rows: Rows, log_error: Tensor) -> Tensor:
 class _Sums:
     """The bound under way: rows write theirs, keys and values add up."""
 
-    def __init__(self, problem: Problem, units: _Units) -> None:
+    def __init__(self, problem: Problem, units: Units) -> None:
         self.problem = problem
         self.units = units
         self.bound = naive.empty_answer(problem)
@@ -297,3 +300,9 @@ class _Sums:
 def worst_unit(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """u_o |tensor|: half a unit in the last place, at most, of each element."""
     return _ROUNDOFF[dtype] * tensor.abs()
+
+
+def half_unit(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Half a unit in the last place of each element: the largest error of rounding it to this dtype, whose exponent it has."""
+    exponent = torch.floor(torch.log2(tensor.abs().clamp(min=torch.finfo(dtype).smallest_normal)))
+    return _ROUNDOFF[dtype] * torch.exp2(exponent)

@@ -1,4 +1,4 @@
-"""The verdict on one tensor: rho, bias, the worst element. Pure functions of what a kernel answered, the exact answer and the bound."""
+"""The verdict on one tensor: rho, bias, root mean square, the worst element. Pure functions of what a kernel answered, the exact answer and the bound."""
 
 import math
 from collections.abc import Sequence
@@ -51,6 +51,23 @@ class Bias:
         return abs(self.value) - bounds.BIAS_STANDARD_ERRORS * self.standard_error > self.allowance
 
 
+@dataclass(frozen=True)
+class Rms:
+    """Root mean square of the errors over what is expected of the claimed arithmetic (`oracles.spread`); inf where an answer is not finite.
+
+    square: of that value. standard_error: of the square, over rows.
+    """
+
+    value: float
+    square: float
+    standard_error: float
+
+    @property
+    def too_large(self) -> bool:
+        """Whether it is beyond its allowance with four standard errors to spare."""
+        return not self.square - bounds.RMS_STANDARD_ERRORS * self.standard_error <= bounds.RMS_ALLOWANCE**2
+
+
 def ratios(actual: Tensor, exact: Float[Tensor, "..."], bound: Float[Tensor, "..."], oracle_error: Float[Tensor, "..."] | None = None) -> Tensor:
     """Error over bound for each element. 0/0 is 0. A result that should be infinite must be so exactly; NaN is never excused."""
     got = actual.to(torch.float64)
@@ -99,6 +116,22 @@ def bias(actual: Tensor, exact: Float[Tensor, "..."], float32_bound: Float[Tenso
         own = max((float((cast.reshape(rows.shape) * sign).sum().abs() / unit) for cast in casts), default=0.0)
         leans.append(Bias(float(sums.sum() / unit), float(error / unit), bounds.BIAS_ALLOWANCE + explained + own))
     return max(leans, key=lambda lean: abs(lean.value) - bounds.BIAS_STANDARD_ERRORS * lean.standard_error - lean.allowance)
+
+
+def rms(actual: Tensor, exact: Float[Tensor, "..."], variance: Float[Tensor, "..."]) -> Rms | None:
+    """The errors of a tensor all together: for each row the sum of squares over the sum of the variances, and the mean of these.
+
+    Rows count alike, large or small. None where there are too few to tell; a row of which no error is expected is left to `rho`.
+    """
+    width = exact.shape[-1] if exact.ndim == 4 else 1  # the lse has one number a row
+    squares, expected = (tensor.reshape(-1, width).sum(dim=1) for tensor in ((actual.to(torch.float64) - exact).square(), variance))
+    some = expected > 0.0
+    rows = squares[some] / expected[some]
+    if len(rows) < BIAS_FEWEST_BLOCKS:
+        return None
+    if not bool(rows.isfinite().all()):
+        return Rms(math.inf, math.inf, 0.0)
+    return Rms(float(rows.mean().sqrt()), float(rows.mean()), float(rows.std() / math.sqrt(len(rows))))
 
 
 def ulps(actual: Tensor, exact: Float[Tensor, "..."]) -> Tensor:

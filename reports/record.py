@@ -66,6 +66,8 @@ class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
     bias: float | None = None  # in output ulps (16 bit) or in bounds (float32); mean signed error less that of the rounded exact result
     bias_error: float | None = None  # its standard error
     bias_allowance: float | None = None
+    rms: float | str | None = None  # root mean square of the errors, over what is expected of the claimed arithmetic
+    rms_error: float | None = None  # standard error of its square
     certainty: Certainty | None = None
     worst: Element | None = None
     seconds: float = 0.0

@@ -72,6 +72,8 @@ b1 h2 q140 k140 d64 causal x16
 b1 h1 q140 k140 d64 x64
 b1 h1 q140 k140 d64 causal shift-100        # very negative LSE
 b1 h1 q129 k129 d64 shift-300
+b1 h1 q70 k150 d64 causal-br shift-100     # the last tile is hidden from some rows, whose scores are far below 0
+b1 h1 q140 k300 d64 rising x30             # by 13 from tile to tile: a maximum that lags behind lets weights grow beyond float16
 b1 h1 q140 k140 d64 positive shift100
 b1 h2 q140 k300 d64 blocks0.5 shift-150     # the first tile that is visited may be hidden: a maximum that stays 0 then loses every weight
 """
@@ -162,6 +164,24 @@ def repeated(dtype: Dtype, device: Device) -> list[Case]:
 def small(dtype: Dtype, device: Device) -> list[Case]:
     """Two plain cases for checks of form rather than of figures."""
     return _lines("b2 h2 q65 k65 d64\nb1 h2 q40 k40 d32 causal", dtype)
+
+
+def general_position(dtype: Dtype, device: Device) -> list[Case]:
+    """Cases whose errors are independent of one another, so that their mean square is known; each brings out another rounding."""
+    sixteen_bit = """
+    b1 h1 q40 k1100 d32           # many tiles of keys: what is summed in 16 bit between them
+    b1 h1 q1100 k40 d32           # many tiles of queries
+    b1 h1 q140 k140 d64 causal sharp
+    b1 h1 q140 k140 d64 positive
+    """
+    single = """
+    b1 h2 q500 k2 d8 x0.25        # two keys: hardly anything but the exponential rounds
+    b1 h2 q128 k16 d16 x0.25
+    b1 h1 q140 k140 d64 causal
+    b1 h1 q140 k140 d64 positive
+    """
+    lengths = "b1 h2 q1000 k1000 d128\nb2 h2 q700 k1300 d64" if device == "cuda" else ""
+    return _lines((single if dtype == "float32" else sixteen_bit) + lengths, dtype)
 
 
 def memory(dtype: Dtype, device: Device) -> list[Case]:

@@ -1,0 +1,166 @@
+"""How far the errors of a claimed arithmetic spread: their expected mean square, element by element, on inputs in general position.
+
+`bounds` asks whether any error is impossible; here, whether all errors together are too large. In float32 the bound is 20 to 100 times what a kernel does,
+since it adds every rounding with the same sign; in 16 bit the casts of the weights excuse an output summed in 16 bit. Independent errors add by their squares:
+
+    a rounding of x            (u x)^2 / 3, evenly spread over what it may be; where x is the exact answer, half a unit in its last place stands for u x
+    a sum of n terms x_t       u^2 / 3 (n/2 sum x_t^2 + n/3 S^2): with terms in no order, a partial sum of t terms has the mean square
+                               t/n sum x_t^2 + (t/n)^2 S^2
+    an exponential             eps_e^2 / 3, rounded or truncated alike
+    a truncating accumulator   its roundings share a sign: 3 n times the square of a sum's
+
+(The model of independent roundings of mean zero: Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019.) General position: the weights of a row differ, so that
+their roundings do; no coordinate stands out, so that sums have no order. Ties, spikes, shifts and dropout are left to the bound. Symbols are those of `bounds`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from impls.spec import Arithmetic
+from oracles import bounds, naive
+from oracles.bounds import Claim, Units
+from oracles.naive import Attention, Rows
+from oracles.problem import Problem
+
+
+def is_modelled(problem: Problem, arithmetic: Arithmetic) -> bool:
+    """Whether the spread says something of this claim: exact products, no dropout, and in float32 no tensor cores, whose truncation is all that is seen."""
+    truncates = problem.query.dtype == torch.float32 and arithmetic.accumulate == "tensor_core"
+    return arithmetic.products == "exact" and not problem.dropout.p and not truncates
+
+
+@dataclass(frozen=True, eq=False)
+class Variances:
+    """The expected squares of errors, from above: of every element, and of the sums over all keys of dK and of dV.
+
+    A sum over keys is no sum of independent elements: delta, the lse and a lean of the exponential are one error for all keys of a row.
+    """
+
+    elements: Attention
+    dk_sums: Float[Tensor, "batch kv_heads dim"]
+    dv_sums: Float[Tensor, "batch kv_heads dim"]
+
+
+def variances(problem: Problem, arithmetic: Arithmetic) -> Variances:
+    """What is expected of a claim on a problem. Raises ValueError for what is not modelled."""
+    if not is_modelled(problem, arithmetic):
+        raise ValueError(f"spread: {arithmetic} is not modelled for {problem.query.dtype}, or there is dropout")
+    adding = _Adding(problem, bounds.units_of(problem, Claim(arithmetic)), truncates=arithmetic.accumulate == "tensor_core")
+    return Variances(adding.answer, adding.dk_sums, adding.dv_sums)
+
+
+class _Adding:
+    """The variances under way: rows write theirs, keys and values add up."""
+
+    def __init__(self, problem: Problem, units: Units, *, truncates: bool) -> None:
+        self.units = units
+        self.truncates = truncates
+        self.dtype = problem.query.dtype
+        self.rounding = units.u_a**2 / 3.0  # of one float32 operation
+        self.cast = units.u_p**2 / 3.0  # of P, and of dS, to the operand of a product
+        self.exponential = units.eps_e**2 / 3.0
+        self.underflow = units.eta**2 / 3.0
+        self.columns = problem.query.shape[2] * problem.groups  # rows summed into one element of dK or dV
+        self.sixteen_bit_steps = units.sixteen_bit_steps
+        self.answer = naive.empty_answer(problem)
+        self.dk_sums, self.dv_sums = torch.zeros_like(self.answer.dk[:, :, 0]), torch.zeros_like(self.answer.dv[:, :, 0])
+        exact = naive.empty_answer(problem)
+        for rows in naive.row_blocks(problem):
+            naive.add_rows(exact, rows, problem.groups)
+            self._add(rows, problem.groups)
+        # What grows with a whole sum over queries: an exponential that leans, partial sums that do, the last rounding.
+        exact.dq[exact.lse == -math.inf] = math.nan  # a row that sees no key is exactly 0
+        leaning = self.exponential + 2.0 * self.rounding + self._sum(self.columns, 0.0, 1.0) + self._sixteen_bit_sum(problem.groups, 0.0, 1.0)
+        for variance, gradient, factor in (
+            (self.answer.dq, exact.dq, 2.0 * self.rounding),
+            (self.answer.dk, exact.dk, leaning),
+            (self.answer.dv, exact.dv, leaning),
+        ):
+            variance.add_((gradient.square() * factor + self._last(gradient)).nan_to_num(nan=0.0))
+        self.dk_sums += self.answer.dk.sum(dim=2)
+        self.dv_sums += self.answer.dv.sum(dim=2) + exact.dv.sum(dim=2).square() * (self.exponential + 2.0 * self.rounding)
+
+    def _sum(self, terms: int, squares: Tensor | float, total_square: Tensor | float) -> Tensor | float:
+        """Of a float32 sum of so many terms, given the sum of their squares and the square of their sum."""
+        return self.rounding * (3.0 * terms if self.truncates else 1.0) * (terms / 2.0 * squares + terms / 3.0 * total_square)
+
+    def _sixteen_bit_sum(self, groups: int, squares: Tensor | float, total_square: Tensor | float) -> Tensor | float:
+        """Of a gradient summed tile by tile in 16 bit, where that is claimed."""
+        steps = self.sixteen_bit_steps * groups
+        return self.units.u_o**2 / 3.0 * (steps / 2.0 * squares + steps / 3.0 * total_square)
+
+    def _last(self, exact: Tensor) -> Tensor:
+        return bounds.half_unit(exact, self.dtype).square() / 3.0
+
+    def _add(self, rows: Rows, groups: int) -> None:
+        """The share of one block of rows. Products of squares, since independent errors add so: P^2 V^2 is the sum over keys of (P_ij V_jd)^2."""
+        dim, keys = rows.query.shape[1], len(rows.key)
+        query_squares, key_squares, value_squares, dout_squares = (x.square() for x in (rows.query, rows.key, rows.value, rows.dout))
+        weights_squares, out_squares, delta_squares = rows.weights.square(), rows.out.square(), rows.delta.square()
+        lse_squares = torch.where(rows.lse.isfinite(), rows.lse, 0.0)[:, None].square()
+        # Each step of the online softmax but the first rescales: an exponential, and six roundings of what is summed so far.
+        online_sum = keys + 6 * (self.units.tiles - 1)
+        exponentials = 1.0 if self.units.tiles == 1 else 2.0
+
+        # Relative error of a weight: its score, three multiplications, two subtractions, one exponential, and one more where tiles or splits are merged.
+        weight = (
+            self._sum(dim, rows.scale**2 * (query_squares @ key_squares.T), rows.scores.square())
+            + self.rounding * (3.0 * (rows.scores.square() + lse_squares) + 2.0 * (rows.maximum - rows.scores).square())
+            + exponentials * self.exponential
+        )
+        moved = weights_squares * weight
+        weighted_squares = weights_squares @ value_squares
+        total = self._sum(online_sum, weights_squares.sum(dim=1, keepdim=True), 1.0)  # of the row's sum, relative
+
+        # --- out: sum_j P_j theta_j (V_j - O), the two sums, the casts, a division, the last rounding
+        apart = (moved @ value_squares - 2.0 * rows.out * (moved @ rows.value) + out_squares * moved.sum(dim=1, keepdim=True)).clamp(min=0.0)
+        sums = self._sum(online_sum, weighted_squares, out_squares) + out_squares * (total + 3.0 * self.rounding)
+        visible = rows.visible.to(torch.float64)
+        out = apart + sums + self.cast * weighted_squares + self._last(rows.out) + self.underflow * (visible @ value_squares)
+        lse = moved.sum(dim=1, keepdim=True) + self.exponential + total + 3.0 * self.rounding * (lse_squares + 1.0)
+
+        # --- delta, one error for all keys of a row: from the stored output, or from sum_j P_j dP_j; the larger is not known, so both
+        slope_squares = (rows.dweights - rows.delta).square()
+        dweights_squares = rows.dweights.square()
+        weighted_dweights = (weights_squares * dweights_squares).sum(dim=1, keepdim=True)
+        from_output = (dout_squares * (sums + self._last(rows.out))).sum(dim=1, keepdim=True) + (moved * slope_squares).sum(dim=1, keepdim=True)
+        from_output = from_output + self.cast * weighted_dweights + self._sum(dim, (dout_squares * out_squares).sum(dim=1, keepdim=True), delta_squares)
+        from_weights = self._sum(keys, weighted_dweights, delta_squares) + (moved * dweights_squares).sum(dim=1, keepdim=True) + lse * delta_squares
+        delta = from_output + from_weights
+
+        # --- dS: what each element has of its own. P may be cast before dS is, and dS be multiplied by a scale below 1 before its cast underflows.
+        dscores_squares = rows.dscores.square()
+        scaled_before = max(1.0, 1.0 / rows.scale**2) if rows.scale else 1.0
+        own = (
+            dscores_squares * (weight + 3.0 * self.rounding + 2.0 * self.cast)
+            + weights_squares * self._sum(dim, dout_squares @ value_squares.T, dweights_squares)
+            + self.underflow * scaled_before * (1.0 + slope_squares) * visible
+        )
+        dq_squares = (rows.dscores @ rows.key).square()
+        dscores_keys = dscores_squares @ key_squares
+        dq = (
+            own @ key_squares
+            + delta * (rows.weights @ rows.key).square()
+            + (lse + self.exponential) * dq_squares
+            + self._sum(keys, dscores_keys, dq_squares)
+            + self._sixteen_bit_sum(1, dscores_keys, dq_squares)
+        )
+        dscores_queries, weights_douts = dscores_squares.T @ query_squares, weights_squares.T @ dout_squares
+        dk = (own + dscores_squares * lse + weights_squares * delta).T @ query_squares
+        dk = dk + self._sum(self.columns, dscores_queries, 0.0) + self._sixteen_bit_sum(groups, dscores_queries, 0.0)
+        dv = (weights_squares * (weight + lse + 2.0 * self.rounding + self.cast) + self.underflow * visible).T @ dout_squares
+        dv = dv + self._sum(self.columns, weights_douts, 0.0) + self._sixteen_bit_sum(groups, weights_douts, 0.0)
+
+        here, there = (rows.batch, rows.head, slice(rows.start, rows.stop)), (rows.batch, rows.head // groups)
+        seen = rows.visible.any(dim=1, keepdim=True)  # a row that sees no key is exactly 0, its lse exactly -inf
+        self.answer.out[here] = torch.where(seen, out, 0.0)
+        self.answer.lse[here] = torch.where(seen, lse, 0.0).squeeze(1)
+        self.answer.dq[here] = torch.where(seen, rows.scale**2 * dq, 0.0)
+        self.answer.dk[there] += rows.scale**2 * dk
+        self.answer.dv[there] += dv
+        self.dk_sums[there] += rows.scale**2 * (delta * query_squares).sum(dim=0)
+        self.dv_sums[there] += (lse * dout_squares).sum(dim=0)

@@ -1,0 +1,42 @@
+"""The errors of a tensor all together: their mean square is what the claimed arithmetic spreads, where no single error is beyond its bound."""
+
+from functools import lru_cache
+
+import pytest
+
+from impls.spec import Arithmetic
+from oracles import spread, verdict
+from tests import grids, judging
+from tests.cases import Case, inputs
+from tests.properties.probing import answer_to, expect_rms
+from tests.running import TENSORS
+from tests.subject import Subject
+
+FAMILIES = ("normal", "outliers", "sharp", "positive")
+LARGEST_MAGNITUDE = 64.0
+
+
+@pytest.mark.check(grid=grids.general_position)
+def test_spread(subject: Subject) -> None:
+    """Seen here: exponentials, products and sums of fewer digits; casts that truncate; gradients summed in 16 bit; a delta or LSE of fewer digits."""
+    arithmetic = subject.implementation.arithmetic(subject.dtype, subject.device)
+    for case in subject.cases:
+        answer = answer_to(subject, case) if _in_general_position(case, arithmetic) else None
+        if answer is None:
+            continue
+        exact, variances = judging.exact(case, arithmetic, subject.device).answer, _variances(case, arithmetic).elements
+        for name in TENSORS:
+            if name in answer:
+                found = verdict.rms(answer[name].cpu(), getattr(exact, name), getattr(variances, name))
+                expect_rms(subject, case, name, found, f"the errors of {name}")
+
+
+def _in_general_position(case: Case, arithmetic: Arithmetic) -> bool:
+    """Whether the model holds: of a case from the command line it may not."""
+    generic = case.family in FAMILIES and not case.shift and case.scale != 0.0 and case.magnitude <= LARGEST_MAGNITUDE
+    return generic and spread.is_modelled(inputs(case).problem(case), arithmetic)
+
+
+@lru_cache(maxsize=64)
+def _variances(case: Case, arithmetic: Arithmetic) -> spread.Variances:
+    return spread.variances(inputs(case).problem(case), arithmetic)
