@@ -19,7 +19,7 @@ from oracles.masks import BLOCK, Dropout, Mask
 from oracles.problem import Problem
 
 Masking = Literal["full", "causal", "causal-br"]
-Family = Literal["normal", "outliers", "sharp", "positive", "spike", "ties", "uniform"]
+Family = Literal["normal", "outliers", "sharp", "positive", "spike", "rising", "ties", "uniform"]
 Layout = Literal["contiguous", "transposed", "sliced", "expanded", "mixed"]
 
 FAMILIES: dict[Family, str] = {
@@ -28,6 +28,7 @@ FAMILIES: dict[Family, str] = {
     "sharp": "queries four times larger: a few keys hold each row",
     "positive": "values of one sign",
     "spike": "one key's score lifted by the magnitude",
+    "rising": "scores rise from the first key to the last, by the magnitude",
     "ties": "every key occurs four times: tied maxima",
     "uniform": "queries of zero: every visible key weighs the same",
 }
@@ -37,7 +38,7 @@ FAMILIES: dict[Family, str] = {
 class Case:
     """One input. `str(case)` is the line to copy, `Case.parse` reads it.
 
-    magnitude multiplies queries (in family spike it is the lift of one score); shift adds a constant to every score, through one coordinate.
+    magnitude multiplies queries (in families spike and rising it is the lift of scores); shift adds a constant to every score, through one coordinate.
     """
 
     batch: int = 1
@@ -213,7 +214,10 @@ def inputs(case: Case, device: str | torch.device = "cpu", outside: float = math
             query[..., -1], lift = _factors(case.magnitude, scale)
             key[..., -1] = 0.0
             key[:, :, case.keys // 3, -1] = lift
-    if case.family != "spike":
+        case "rising":
+            query[..., -1], lift = _factors(case.magnitude, scale)
+            key[..., -1] = lift * (np.arange(case.keys) / case.keys)
+    if case.family not in ("spike", "rising"):
         query = query * case.magnitude
     if case.shift:
         # The first coordinate is the same in every query and in every key: it adds one constant to all scores.

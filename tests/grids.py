@@ -109,9 +109,15 @@ def magnitudes(dtype: Dtype, device: Device) -> list[Case]:
 LANDMARKS = (-2.5e5, -1e4, -104.0, -103.9, -87.4, -87.3, 0.0, 11.0, 11.1, 87.0, 88.0, 88.1, 88.7, 88.73, 89.0, 127.9, 128.1, 1e4, 65504.0, 2.5e5)
 
 
+# Equal scores so large that half an ulp of one is beyond exp's range: a difference of two roundings is then infinite (pytorch#121558). float16 holds no factors
+# of such a product; on a GPU, the kernels that ship are known to have this fault.
+HUGE = 1e10
+
+
 def shifted(dtype: Dtype, device: Device) -> list[Case]:
     """Every score moved to a landmark by one common shift: the exact output is that of the unshifted scores, up to rounding."""
-    return [Case(heads=1, queries=40, keys=70, dim=32, dtype=dtype, mask="causal", shift=score, seed=3) for score in LANDMARKS]
+    scores = (*LANDMARKS, HUGE) if device == "cpu" and dtype != "float16" else LANDMARKS
+    return [Case(heads=1, queries=40, keys=70, dim=32, dtype=dtype, mask="causal", shift=score, seed=3) for score in scores]
 
 
 def spiked(dtype: Dtype, device: Device) -> list[Case]:
