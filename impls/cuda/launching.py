@@ -203,7 +203,10 @@ class Launch:
         from cuda.bindings import driver
 
         with torch.cuda.device(device):
-            kernel = _kernel_on_gpu(self.source, self.kernel, tuple(self.constants.items()), self.shared_bytes, device.index)
+            try:
+                kernel = _kernel_on_gpu(self.source, self.kernel, tuple(self.constants.items()), self.shared_bytes, device.index)
+            except CudaError as error:
+                raise CudaError(f"{error}\nwhen loading {self}") from error
             stream = torch.cuda.current_stream(device).cuda_stream
             block = (32 * self.warps, 1, 1)
             (status,) = driver.cuLaunchKernel(kernel, self.blocks, 1, 1, *block, self.shared_bytes, stream, ctypes.addressof(parameters), 0)
@@ -302,7 +305,7 @@ def _kernel_on_gpu(source: str, kernel: str, constants: tuple[tuple[str, int | s
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, driver.CUkernel(int(loaded.handle)), driver.CUdevice(device))
     if status:
-        raise CudaError(f"CUDA: {status.name} when asking for {shared_bytes} bytes of shared memory for {source} {kernel} on device {device}")
+        raise CudaError(f"CUDA: {status.name} when asking for {shared_bytes} bytes of shared memory")
     _kept.append(loaded)
     return driver.CUfunction(int(loaded.handle))
 

@@ -47,6 +47,7 @@ def test_opcheck(name: str) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own, when it imports its compiler
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_whole(name: str) -> None:
     """torch.compile captures a function around the call without a break, forward and backward, and changes no bit."""
