@@ -37,8 +37,11 @@ from tests import running
 TICK = 0.25  # seconds between two looks at what is silent
 SILENCE = 10  # time limits that may pass without a word while no kernel is called: the oracles of a long case
 DEATHS = 3  # of one check, after which the rest of its cases is left out
-HANGS = 3  # of one implementation, after which the rest of its checks is left out; each gives the next call a quarter of the time
+HANGS = 3  # of one implementation, after which the rest of its checks is left out; each leaves its calls a quarter of the time
 SPOILT = 87  # the exit status of a host whose kernel left it unusable, after it said so
+MEMORY = 2**32  # bytes that a host may take up, if the machine has them to give
+SUITE = Path(__file__).parent
+M_MMAP_THRESHOLD, M_PERTURB, PR_SET_PDEATHSIG = -3, -6, 1  # malloc.h, sys/prctl.h
 
 Message = tuple[Literal["record", "calling", "back", "report", "done"], object]
 
@@ -71,6 +74,11 @@ class Guest:
         self.log = os.fdopen(log, "wb", buffering=0)
         faulthandler.enable(file=self.log, all_threads=False)
         faulthandler.register(signal.SIGUSR1, file=self.log, all_threads=False)
+        # What malloc gives and what it took back holds no zeros: memory that is read before it is written, or after it was given back, shows.
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # large blocks from the same place, and not from the kernel, whose pages are zero
+        libc.mallopt(M_PERTURB, 0x01)  # 0xfe in what is given: -1.7e38 in float32 and bfloat16, NaN in float16
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it does not outlive the run
         if memory is not None:
             held = int(re.search(r"VmData:\s*(\d+)", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
             resource.setrlimit(resource.RLIMIT_DATA, (held + memory, resource.RLIM_INFINITY))
@@ -78,7 +86,6 @@ class Guest:
             torch.cuda.set_per_process_memory_fraction(share)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process' affair
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive the run
         running.watch = lambda case: self.say("back") if case is None else self.say("calling", str(case))
 
     @classmethod
@@ -152,15 +159,20 @@ class Host:
         self.connection.close()
         self.log.close()
 
-    def place(self) -> str:
-        """Where in the Python source it was, by faulthandler's account of its stack: the first line outside of installed packages."""
+    def place(self, check: Path) -> str:
+        """Where in the kernel's Python it was, by faulthandler's account of its stack: its innermost line that is not of an installed package."""
         self.log.seek(0)
         text = self.log.read().decode(errors="replace")
         frames = re.findall(r'^  File "(.+)", line (\d+) in (.+)$', text.rpartition("most recent call first")[2], re.MULTILINE)
-        for file, line, function in [frame for frame in frames if "site-packages" not in frame[0] and "/lib/python" not in frame[0]][:1]:
-            return f", at {file}, line {line}, in {function}"
+        for file, line, function in frames:
+            if Path(file).parent == SUITE or Path(file) == check:  # below stands who called the kernel
+                break
+            if not (file.startswith("<") or "site-packages" in file or "/lib/python" in file):
+                return f", at {file}, line {line}, in {function}"
+        if frames:
+            return ", while no line of its Python ran: in its backward, or afterwards in memory that it had damaged"
         said = [line for line in text.splitlines() if line.strip()]
-        return "" if frames or not said else f"; its last words: {said[-1][:300]}"
+        return f"; its last words: {said[-1][:300]}" if said else ""
 
 
 class Hosts:
@@ -177,18 +189,24 @@ class Hosts:
         failed: Callable[[pytest.Item, str, str], str],
         enter: Callable[[Guest], None],
         run: str,
+        spawns: bool,
     ) -> None:
         """limit: seconds for a call. describe: an item's owner and its cases. failed: records a failure of a case with a message, and words it.
-        enter: is told, in a fork, that it is now a host."""
+        enter: is told, in a fork, that it is now a host. spawns: hosts are no forks."""
         self.session, self.config = session, session.config
         self.limit, self.record, self.failed, self.enter, self.run_name = limit, record, failed, enter, run
         self.jobs = deque(Job(index, item, *describe(item)) for index, item in enumerate(session.items))
+        self.spawns = spawns
         self.slots: list[Host | None] = [None] * max(1, min(count, len(self.jobs)))
         self.hangs: dict[str, int] = {}
-        self.memory = _available_memory() // (len(self.slots) + 1)
+        self.slowest: dict[str, float] = {}  # seconds of a call that came back
+        self.memory = min(_available_memory() // (len(self.slots) + 1), MEMORY)
 
     def run(self) -> None:
         """Until every item is reported."""
+        if not self.spawns:
+            leaf = torch.ones(1, requires_grad=True)
+            torch.autograd.grad(leaf * 2.0, leaf, torch.ones(1))  # imports sympy, which takes half a second: once, and not in each fork
         try:
             while True:
                 for slot, host in enumerate(self.slots):
@@ -224,7 +242,7 @@ class Hosts:
             if host is None or host.owner != job.owner:
                 if host is not None:
                     host.end()
-                host = self.slots[slot] = Host(job.owner, self._spawn if torch.cuda.is_available() else self._fork)
+                host = self.slots[slot] = Host(job.owner, self._spawn if self.spawns else self._fork)
             host.job, host.calling, host.since, job.current = job, False, time.monotonic(), ""
             with suppress(OSError):  # it has died, and is about to be looked after
                 host.connection.send((job.index, job.after))
@@ -245,7 +263,7 @@ class Hosts:
             self._take(host, host.job, kind, content)
 
     def _take(self, host: Host, job: Job, kind: str, content: object) -> None:
-        host.since = time.monotonic()
+        silent, host.since = time.monotonic() - host.since, time.monotonic()
         match kind:
             case "record":
                 self.record(msgspec.json.decode(str(content), type=Record))
@@ -254,6 +272,7 @@ class Hosts:
                 job.reached = job.cases.index(job.current) if job.current in job.cases else job.reached
             case "back":
                 host.calling = False
+                self.slowest[job.owner] = max(self.slowest.get(job.owner, 0.0), silent)
             case "report":
                 report = self.config.hook.pytest_report_from_serializable(config=self.config, data=content)
                 if report.when == "call" and job.deaths:
@@ -273,21 +292,24 @@ class Hosts:
                 self._lose(host, _how(status, host.calling), spoilt=status == SPOILT)
             return
         hangs = self.hangs.get(job.owner, 0)
-        seconds = self.limit(job.item) / 4**hangs
+        seconds = self.limit(job.item)
+        if hangs:  # but never less than four times what its slowest call took
+            seconds = min(seconds, max(seconds / 4**hangs, 4 * self.slowest.get(job.owner, 0.0)))
         if time.monotonic() - host.since <= (seconds if host.calling else SILENCE * self.limit(job.item)):
             return
         os.kill(host.pid, signal.SIGUSR1)  # faulthandler writes the stack, whoever holds the interpreter's lock
         time.sleep(0.1)
         self.hangs[job.owner] = hangs + 1
         allowed = f"no answer within {seconds:g} s" if host.calling else f"no sign of life for {SILENCE * self.limit(job.item):g} s"
-        self._lose(host, f"{allowed} (--time-limit gives another limit)")
+        self._lose(host, f"{allowed} (--time-limit SECONDS sets another limit)")
 
     def _lose(self, host: Host, how: str, *, spoilt: bool = False) -> None:
         """A host is gone. Its case has failed, its check goes on behind this case in another host."""
         job = host.job
         assert job is not None
-        place = host.place()
+        place = host.place(job.item.path)
         host.end()
+        host.job = None
         self.slots[self.slots.index(host)] = None
         job.deaths += 1
         if not spoilt:  # else the host has told of the failure itself

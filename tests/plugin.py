@@ -49,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--case", metavar="LINE", help="only this case, as a report prints it; every check that takes it runs it")
     limits = ", ".join(f"{seconds} on {device}" for device, seconds in TIME_LIMITS.items())
     group.addoption("--time-limit", type=float, metavar="SECONDS", help=f"for one call of a kernel that is not in the catalogue, backward included ({limits})")
+    group.addoption("--spawn", action="store_true", help=argparse.SUPPRESS)  # start hosts as where there is a GPU
     group.addoption("--host", help=argparse.SUPPRESS)  # this process is a host of another: tests/isolation.py
 
 
@@ -439,7 +440,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         assert marker is not None
         return (target.name if ":" in target.name else ""), [str(case) for case in state.cases(marker, target)]
 
-    Hosts(session, count=state.hosts, limit=limit, describe=describe, record=record, failed=failed, enter=enter, run=state.run).run()
+    spawns = torch.cuda.is_available() or session.config.getoption("--spawn")
+    Hosts(session, count=state.hosts, limit=limit, describe=describe, record=record, failed=failed, enter=enter, run=state.run, spawns=spawns).run()
     return True
 
 
@@ -449,7 +451,7 @@ def _show_first(config: pytest.Config, state: State, record: Record) -> None:
     if reporter is None or not isinstance(record, Judgement) or record.status != "failed" or record.implementation in state.shown:
         return
     state.shown.add(record.implementation)
-    reporter.ensure_newline()
+    reporter.write_line("")  # ends the line of dots
     reporter.write_line(wording.failure_block(record), red=True)
 
 

@@ -1,5 +1,6 @@
 """Runs an implementation on a case and says what came of it: tensors, a refusal, or a fault."""
 
+import math
 import os
 import signal
 import time
@@ -84,9 +85,10 @@ def calling(case: Case) -> Generator[list[str], None, None]:
     """While it is open, the implementation's code runs: under a time limit, in a run that has one. The list names global state that it changed."""
     watch(case)
     try:
-        with warnings.catch_warnings(), left_alone() as changed:
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # errors in the suite itself; what a kernel warns of is no fault of its arithmetic
-            yield changed
+            with left_alone() as changed:
+                yield changed
     finally:
         watch(None)
 
@@ -96,9 +98,19 @@ def attend(implementation: Implementation, case: Case, inputs: Inputs, *, backwa
 
     A refusal is an exception of a kind that says "not this input", at the first call and of a bare callable only; one with claims has said what it takes.
     """
-    with calling(case) as changed:
-        answer = _attend(implementation, case, inputs, backward)
+    about = (implementation.name, replace(case, seed=0), backward)
+    try:
+        with calling(case) as changed:
+            answer = _attend(implementation, case, inputs, backward)
+    except Refused as refusal:
+        if about in _answered:
+            raise Fault(f"refused what it had answered before: {refusal}") from refusal
+        raise
+    _answered.add(about)
     return replace(answer, changed=tuple(changed))
+
+
+_answered: set[tuple[str, Case, bool]] = set()  # of an implementation, whatever the seed, with backward or without
 
 
 def _attend(implementation: Implementation, case: Case, inputs: Inputs, backward: bool) -> Answer:
@@ -106,6 +118,7 @@ def _attend(implementation: Implementation, case: Case, inputs: Inputs, backward
     before = {name: _memory(tensor).clone() for name, tensor in given.items()}
     leaves = tuple(tensor.detach().requires_grad_(backward) for tensor in (inputs.query, inputs.key, inputs.value))
     keywords = arguments(case, implementation.supports, inputs)
+    _poison_free_memory(inputs)
     started = time.perf_counter()
     with _one_process():
         try:
@@ -144,6 +157,14 @@ def _attend(implementation: Implementation, case: Case, inputs: Inputs, backward
     _check_untouched(given, before)
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
     return Answer(detached, seconds, has_gradient=not backward or out.requires_grad)
+
+
+def _poison_free_memory(inputs: Inputs) -> None:
+    """On a GPU, what an output or a buffer of sums is likely to be allocated in holds NaN. On a CPU malloc sees to it, in a host: tests/isolation.py."""
+    if inputs.query.is_cuda:
+        shapes = (inputs.query.shape, inputs.key.shape)
+        held = [torch.full(shape, math.nan, dtype=dtype, device=inputs.query.device) for shape in shapes for dtype in (inputs.query.dtype, torch.float32)]
+        del held
 
 
 def _memory(tensor: Tensor) -> Tensor:

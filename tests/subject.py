@@ -50,13 +50,20 @@ class Subject:
         return [] if answer is None else self.judge_answer(answer, case, names, axes=axes)
 
     def judge_answer(
-        self, answer: Answer, case: Case, names: tuple[TensorName, ...], *, axes: dict[str, float] | None = None, given: Inputs | None = None
+        self,
+        answer: Answer,
+        case: Case,
+        names: tuple[TensorName, ...],
+        *,
+        axes: dict[str, float] | None = None,
+        given: Inputs | None = None,
+        note: str = "",
     ) -> list[Judged]:
-        """Judges tensors that a kernel answered for a case, or for its shape and mask with the tensors `given`."""
+        """Judges tensors that a kernel answered for a case, or for its shape and mask with the tensors `given`. note: a failure's further words."""
         arithmetic = self.implementation.arithmetic(self.dtype, self.device)
         verdicts = judging.judge(answer, case, arithmetic, names, given)
         for judged in verdicts:
-            self._record_judged(judged, case, answer.seconds, axes or {})
+            self._record_judged(judged, case, answer.seconds, axes or {}, note)
         return verdicts
 
     def attend(self, case: Case, *, backward: bool, given: Inputs | None = None) -> Answer | None:
@@ -188,7 +195,7 @@ class Subject:
             status, fields["message"], fields["link"] = "known defect", self.defect["seen"], self.defect["link"]
         self.emit(self._judgement(case, status, **fields))
 
-    def _record_judged(self, judged: Judged, case: Case, seconds: float, axes: dict[str, float]) -> None:
+    def _record_judged(self, judged: Judged, case: Case, seconds: float, axes: dict[str, float], note: str = "") -> None:
         self.judged += 1
         worst = judged.rho.worst if judged.statistical is None or judged.rho.value >= judged.statistical.value else judged.statistical.worst
         fields: dict[str, object] = {
@@ -213,10 +220,35 @@ class Subject:
         if judged.passed:
             self._emit(case, "passed", **fields)
             return
-        onset = "" if self.failures else self._onset(case, judged.tensor)  # the first failure tells from which magnitude on
-        message = wording.failure_block(self._judgement(case, "failed", **fields), onset)
+        if not note and not self.failures:  # the first failure tells what it is the answer to, or from which magnitude on
+            note = self._mistaken(case, judged.tensor) or self._onset(case, judged.tensor)
+        message = wording.failure_block(self._judgement(case, "failed", **fields), note)
         self.failures.append(message)
         self._emit(case, "failed", **fields, message=message)
+
+    def _mistaken(self, case: Case, name: TensorName) -> str:
+        """What a wrong answer is the right one to: the case less one of its features. Nothing where it is neither."""
+        without: dict[str, Case] = {}
+        if case.mask != "full":
+            without["without the causal mask"] = replace(case, mask="full")
+            without["with the other alignment of the causal mask"] = replace(case, mask="causal" if case.mask == "causal-br" else "causal-br")
+        if case.scale is not None:
+            without["with the default scale"] = replace(case, scale=None)
+        if case.blocks is not None:
+            without["without the block mask"] = replace(case, blocks=None)
+        if case.dropout:
+            without["without dropout"] = replace(case, dropout=0.0)
+        given = inputs(case, self.device)
+        for words, other in without.items():
+            try:
+                answer = attend(self.implementation, case, given, backward=name in BACKWARD)
+            except (Refused, Fault):
+                return ""
+            block_mask = None if other.blocks is None else given.block_mask
+            verdicts = judging.judge(answer, other, self.implementation.arithmetic(self.dtype, self.device), (name,), replace(given, block_mask=block_mask))
+            if verdicts and all(judged.passed for judged in verdicts):
+                return f"this is the answer {words}"
+        return ""
 
     def _onset(self, case: Case, name: TensorName) -> str:
         """From which magnitude on the case fails, found by halving and, where that is no answer, nothing."""

@@ -1,12 +1,27 @@
-"""The contract of the call: what comes back, and what must not change."""
+"""The contract of the call: what comes back, what must not change, and that an answer depends on its own call alone.
+
+After every call of every check it is looked at that the inputs, the output gradient and the memory around them hold the bits that they held, that what
+came back is no part of an input, and that one process came back; the first checks here ask for it in all layouts.
+"""
 
 from dataclasses import replace
 
 import pytest
+import torch
 
-from tests import grids
-from tests.cases import inputs
-from tests.subject import Subject
+from impls.spec import Device, Dtype
+from tests import grids, judging
+from tests.cases import Case, Inputs, inputs
+from tests.running import Answer, TensorName
+from tests.subject import BACKWARD, FORWARD, Subject
+from tests.world import FILTERS
+
+CALLS = 24  # of one input in a row
+BUSY = 200_000_000  # clock cycles for which a GPU's stream is kept from what follows: about a tenth of a second
+
+
+def _tensors(subject: Subject) -> tuple[TensorName, ...]:
+    return FORWARD + BACKWARD if subject.implementation.supports.backward else FORWARD
 
 
 @pytest.mark.check(grid=grids.small)
@@ -18,28 +33,129 @@ def test_answers(subject: Subject) -> None:
             subject.expect(all(tensor.isfinite().all() for tensor in answer.tensors.values()), case, "an ordinary input gives NaN or inf")
 
 
-@pytest.mark.check(grid=grids.small)
+@pytest.mark.check(grid=grids.layouts)
 def test_inputs_stay(subject: Subject) -> None:
-    """The inputs and the output gradient hold the same bits after the call as before."""
+    """In every layout the inputs, the output gradient and the memory between and around them hold the same bits after the call as before."""
     for case in subject.cases:
-        given = inputs(case, subject.device)
-        before = [tensor.clone() for tensor in (given.query, given.key, given.value, given.dout)]
-        if subject.attend(case, backward=subject.implementation.supports.backward, given=given) is None:
-            continue
-        for name, old, new in zip(("query", "key", "value", "dout"), before, (given.query, given.key, given.value, given.dout), strict=True):
-            subject.expect_equal(old, new, case, name, f"the call changed its {name}")
+        if subject.attend(case, backward=subject.implementation.supports.backward) is not None:  # a change is a fault, recorded there
+            subject.expect(True, case, "")
 
 
 @pytest.mark.check(grid=grids.small)
 def test_output_is_its_own(subject: Subject) -> None:
-    """The output shares no memory with an input, and a second call leaves the first one's output as it was."""
+    """A second call leaves the first one's output as it was."""
     for case in subject.cases:
-        given = inputs(case, subject.device)
-        first = subject.attend(case, backward=False, given=given)
+        first = subject.attend(case, backward=False)
         if first is None:
             continue
-        owned = {tensor.untyped_storage().data_ptr() for tensor in (given.query, given.key, given.value)}
-        subject.expect(first["out"].untyped_storage().data_ptr() not in owned, case, "the output shares memory with an input")
         kept = first["out"].clone()
         if subject.attend(replace(case, seed=case.seed + 1), backward=False) is not None:
             subject.expect_equal(kept, first["out"], case, "out", "a second call changed the first one's output")
+
+
+@pytest.mark.check(grid=grids.small)
+def test_call_after_call(subject: Subject) -> None:
+    """Every call is answered for itself, whatever was called before it: other values, the same buffers with new values, other batches and strides."""
+    for plain in subject.cases[-1:]:
+        case = replace(plain, heads=3 * plain.heads, kv_heads=3 * plain.kv_heads)  # a shape that no check before has asked for
+        given = inputs(case, subject.device)
+        other, renewed, larger = (replace(case, seed=case.seed + 1), replace(case, seed=case.seed + 2), replace(case, batch=case.batch + 1))
+        calls: list[tuple[str, Case, Inputs | None]] = [
+            ("the first call", case, given),
+            ("the same call again", case, given),
+            ("other values of the same shape", other, None),
+            ("another batch size", larger, None),
+            ("the first batch size again", other, None),
+        ]
+        if subject.implementation.supports.strided and case.layout != "expanded":
+            turned = replace(case, layout="contiguous" if case.layout == "transposed" else "transposed")
+            calls += [("other strides", turned, None), ("the first strides again", other, None)]
+        if case.layout != "expanded":  # whose heads are one memory
+            calls += [("new values in the tensors of the first call", renewed, given)]
+        answered: list[tuple[str, Answer]] = []
+        for words, call, tensors in calls:
+            there = _renew(given, inputs(call, subject.device)) if call is renewed else tensors
+            answer = subject.attend(call, backward=subject.implementation.supports.backward, given=there)
+            if answer is None:
+                if answered:
+                    subject.expect(False, call, f"call {len(answered) + 1} of a row, {words}, has no answer, and those before it had one")
+                break
+            stale = [f"; its out has the very bits of the answer to {said}" for said, earlier in answered if torch.equal(answer["out"], earlier["out"])]
+            note = f"call {len(answered) + 1} of a row: {words}" + "".join(stale[:1])
+            subject.judge_answer(answer, call, _tensors(subject), note=note)
+            answered.append((words, answer))
+
+
+def _renew(given: Inputs, new: Inputs) -> Inputs:
+    """The values of other inputs in the memory of these."""
+    for old, tensor in ((given.query, new.query), (given.key, new.key), (given.value, new.value), (given.dout, new.dout)):
+        old.copy_(tensor)
+    return replace(given, block_mask=new.block_mask)
+
+
+def _same(first: Answer, second: Answer) -> bool:
+    return all(first[name].shape == second[name].shape and torch.equal(first[name], second[name]) for name in first.tensors if name in second)
+
+
+@pytest.mark.check(grid=grids.small)
+def test_calls_agree(subject: Subject) -> None:
+    """One input, many times in a row: every answer is inside the bound."""
+    arithmetic = subject.implementation.arithmetic(subject.dtype, subject.device)
+    for case in subject.cases[-1:]:
+        given = inputs(case, subject.device)
+        judged: list[tuple[Answer, str]] = []  # answers that differ, each with what is wrong with it
+        wrong: list[tuple[int, str]] = []
+        for call in range(1, CALLS + 1):
+            answer = subject.attend(case, backward=subject.implementation.supports.backward, given=given)
+            if answer is None:
+                if judged:
+                    subject.expect(False, case, f"call {call} of one input has no answer, and those before it had one")
+                return
+            said = next((said for earlier, said in judged if _same(answer, earlier)), None)
+            if said is None:
+                verdicts = judging.judge(answer, case, arithmetic, _tensors(subject))
+                worst = max(verdicts, key=lambda verdict: (not verdict.passed, verdict.worst_rho))
+                said = "" if worst.passed else f"{worst.tensor} with rho {worst.worst_rho:.3g}"
+                judged.append((answer, said))
+            wrong += [(call, said)] if said else []
+        first = f", first in call {wrong[0][0]}: {wrong[0][1]}" if wrong else ""
+        subject.expect(not wrong, case, f"wrong in {len(wrong)} of {CALLS} calls of one input{first}")
+
+
+@pytest.mark.check(grid=grids.small)
+def test_world_stays(subject: Subject) -> None:
+    """A call leaves the process as it found it: default dtype, threads, grad mode, random seed, deterministic mode, warnings filters, standard streams."""
+    for case in subject.cases:
+        first, second = (subject.attend(case, backward=False) for _ in range(2))
+        if first is None or second is None:
+            continue
+        third = subject.attend(case, backward=True) if subject.implementation.supports.backward else None
+        # What a first call imports may filter warnings of its own.
+        changed = dict.fromkeys([*(name for name in first.changed if name != FILTERS), *second.changed, *(third.changed if third else ())])
+        subject.expect(not changed, case, f"the call changed {', '.join(changed)}")
+
+
+def _on_a_gpu(dtype: Dtype, device: Device) -> list[Case]:
+    return grids.small(dtype, device) if device == "cuda" else []
+
+
+@pytest.mark.check(grid=_on_a_gpu)
+def test_stream(subject: Subject) -> None:
+    """On a GPU: the kernel works in the caller's stream, behind what that has to do first. The stream is kept busy, and then renews the inputs."""
+    if subject.device != "cuda":
+        pytest.skip("CUDA: the check is of streams")
+    callers = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    for case in subject.cases:
+        if case.layout == "expanded":
+            continue
+        if subject.attend(case, backward=subject.implementation.supports.backward) is None:  # compiles, so that the next call launches at once
+            continue
+        renewed = replace(case, seed=case.seed + 1)
+        given, fresh = inputs(case, subject.device), inputs(renewed, subject.device)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(callers):
+            torch.cuda._sleep(BUSY)  # type: ignore[no-untyped-call]
+            answer = subject.attend(renewed, backward=subject.implementation.supports.backward, given=_renew(given, fresh))
+        if answer is not None:
+            note = "called in a stream that had yet to fill the inputs: wrong there, if right elsewhere, is work in another stream"
+            subject.judge_answer(answer, renewed, _tensors(subject), note=note)

@@ -1,0 +1,276 @@
+"""Kernels that misbehave, each in one way. All of them compute attention as `attention` does, which is right; `innocent` only that.
+
+They are loaded as a stranger's file is: `pytest --impl tests/hostile/kernels.py:hangs`.
+"""
+
+import ctypes
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Kernel = Callable[..., Tensor]
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None) -> Tensor:
+    """Textbook attention, in float32 inside."""
+    scores = query.float() @ key.float().transpose(-2, -1) * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -math.inf)
+    return (torch.softmax(scores, dim=-1) @ value.float()).to(query.dtype)
+
+
+def innocent(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None) -> Tensor:
+    """What it seems."""
+    return attention(query, key, value, is_causal, scale)
+
+
+def after(act: Callable[[Tensor, Tensor, Tensor], object]) -> Kernel:
+    """Attention, once something else is done."""
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
+        act(query, key, value)
+        return attention(query, key, value, is_causal)
+
+    return kernel
+
+
+def poke(tensor: Tensor, element: int, number: float = 7.0) -> None:
+    """Writes to the element that lies so far from a tensor's first, whoever owns it."""
+    tensor.detach().as_strided((1,), (1,), tensor.storage_offset() + element).fill_(number)
+
+
+# ------------------------------------------------------------------------------------------------ inputs and outputs
+
+mutates_query = after(lambda query, key, value: query.detach().mul_(1.5))
+mutates_one_element_of_key = after(lambda query, key, value: poke(key, 0))
+writes_before_value = after(lambda query, key, value: poke(value, -1))
+writes_behind_key = after(lambda query, key, value: poke(key, 1 + sum((size - 1) * stride for size, stride in zip(key.shape, key.stride(), strict=True))))
+
+
+class _SpoilsGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, out: Tensor) -> Tensor:
+        return out.clone()
+
+    @staticmethod
+    def backward(context: Any, dout: Tensor) -> Tensor:
+        return dout.detach().mul_(2.0) / 2.0
+
+
+def mutates_output_gradient(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Works in place where it should not."""
+    return _SpoilsGradient.apply(attention(query, key, value))  # type: ignore[no-untyped-call]
+
+
+def returns_a_view(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Its answer stands where the query stood."""
+    return query.detach().copy_(attention(query, key, value))
+
+
+def wrong_dtype(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Double precision, unasked."""
+    return attention(query, key, value).double()
+
+
+def wrong_shape(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[batch, queries, heads, dim], as some libraries have it."""
+    return attention(query, key, value).transpose(1, 2)
+
+
+def wrong_device(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Nowhere."""
+    return attention(query, key, value).to("meta")
+
+
+def returns_a_list(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """No tensor."""
+    return [attention(query, key, value)]
+
+
+_buffers: dict[tuple[object, ...], Tensor] = {}
+
+
+def reuses_its_output(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """One output buffer for all calls of a shape."""
+    buffer = _buffers.setdefault((query.shape, query.dtype), torch.empty_like(query, memory_format=torch.contiguous_format).detach())
+    return buffer.copy_(attention(query, key, value).detach())
+
+
+def uninitialised(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Adds to memory that nobody set to zero."""
+    total = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+    return total.mul_(1e-3).add_(attention(query, key, value).float()).to(query.dtype)
+
+
+def writes_past_its_output(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """A tail that is not masked: one row more than there are."""
+    out = attention(query, key, value)
+    ctypes.memset(out.data_ptr() + out.numel() * out.element_size(), 0x41, 512)
+    return out
+
+
+# ------------------------------------------------------------------------------------------------ from call to call
+
+_answers: dict[object, Tensor] = {}
+
+
+def _stale(place: object, out: Tensor) -> Tensor:
+    """The first answer that had this place, with the gradient of the right one."""
+    out.data.copy_(_answers.setdefault(place, out.detach().clone()))
+    return out
+
+
+def caches_by_shape(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The last answer to this shape will do."""
+    place = (query.shape, key.shape, query.dtype)
+    return _stale(place, attention(query, key, value))
+
+
+def caches_by_pointer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The same tensors as last time, so the same answer."""
+    place = (query.data_ptr(), key.data_ptr(), value.data_ptr(), query.shape, key.shape, query.dtype)
+    return _stale(place, attention(query, key, value))
+
+
+_strides: dict[object, tuple[int, ...]] = {}
+
+
+def keeps_strides(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The strides of the first call of a shape, kept with what was compiled for it."""
+    strides = _strides.setdefault(query.shape, query.stride())
+    reach = sum((size - 1) * stride for size, stride in zip(query.shape, strides, strict=True)) + query.storage_offset()
+    inside = reach < query.untyped_storage().nbytes() // query.element_size()
+    return attention(query.as_strided(query.shape, strides) if inside else query, key, value)
+
+
+_batches: dict[object, int] = {}
+
+
+def keeps_batch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The batch size of the first call, kept with what was compiled for it."""
+    batch = _batches.setdefault((query.shape[1:], key.shape[1:]), query.shape[0])
+    out = attention(query, key, value)
+    return torch.cat([out[:batch], torch.zeros_like(out[batch:])])
+
+
+_calls = 0
+
+
+def _count() -> int:
+    global _calls  # noqa: PLW0603
+    _calls += 1
+    return _calls
+
+
+def wrong_in_the_second_call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """An accumulator that the first call leaves behind."""
+    return attention(query, key, value) * (1.0 if _count() % 2 else 2.0)
+
+
+def wrong_in_one_of_twenty(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """A race that is seldom lost."""
+    return attention(query, key, value) * (1.01 if _count() % 20 == 19 else 1.0)
+
+
+def right_in_one_of_twenty(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """A race that is seldom won, but the first time."""
+    return attention(query, key, value) * (1.0 if _count() % 20 == 1 else 1.01)
+
+
+def refuses_the_second_call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """A resource that is taken once."""
+    if _count() > 1:
+        raise RuntimeError("already in use")
+    return attention(query, key, value)
+
+
+def ignores_scale(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None) -> Tensor:
+    """Takes a scale and forgets it."""
+    return attention(query, key, value, is_causal)
+
+
+def ignores_causal(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None) -> Tensor:
+    """Takes a mask and forgets it."""
+    return attention(query, key, value, scale=scale)
+
+
+# ------------------------------------------------------------------------------------------------ the process
+
+
+def raises(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """A bug of its own."""
+    return {"a": query}["b"]
+
+
+def _take_all_memory(*tensors: Tensor) -> None:
+    held: list[Tensor] = []
+    while True:
+        held.append(torch.empty(2**22 * 4 ** len(held), device=tensors[0].device))
+
+
+def _wait_for_ever(*tensors: Tensor) -> None:
+    while True:
+        time.sleep(0.1)
+
+
+def _end_softly(*tensors: Tensor) -> None:
+    raise SystemExit(3)
+
+
+def _interrupt(*tensors: Tensor) -> None:
+    raise KeyboardInterrupt
+
+
+hangs = after(_wait_for_ever)
+hangs_in_c = after(lambda query, key, value: ctypes.PyDLL(None).pause())  # PyDLL keeps the interpreter's lock
+allocates_without_end = after(_take_all_memory)
+segfaults = after(lambda query, key, value: ctypes.string_at(0))
+aborts = after(lambda query, key, value: os.abort())
+exits = after(lambda query, key, value: sys.exit(3))
+raises_system_exit = after(_end_softly)
+ends_the_process = after(lambda query, key, value: os._exit(0))
+interrupts = after(_interrupt)
+closes_all_files = after(lambda query, key, value: os.closerange(0, 64))
+forks = after(lambda query, key, value: os.fork())
+
+
+def segfaults_on_odd_lengths(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Right, where it lives."""
+    return attention(query, key, value) if key.shape[2] % 2 == 0 else ctypes.string_at(0)  # type: ignore[return-value]
+
+
+# ------------------------------------------------------------------------------------------------ the state that a process shares
+
+sets_default_dtype = after(lambda query, key, value: torch.set_default_dtype(torch.float64))
+sets_threads = after(lambda query, key, value: torch.set_num_threads(7))
+sets_grad_mode = after(lambda query, key, value: torch.set_grad_enabled(False))
+sets_seed = after(lambda query, key, value: torch.manual_seed(0))
+sets_deterministic = after(lambda query, key, value: torch.use_deterministic_algorithms(True))
+filters_warnings = after(lambda query, key, value: warnings.simplefilter("always"))
+flushes_subnormals = after(lambda query, key, value: torch.set_flush_denormal(True))
+changes_directory = after(lambda query, key, value: os.chdir("/"))
+closes_stdout = after(lambda query, key, value: sys.stdout.close())
+closes_its_file = after(lambda query, key, value: os.close(1))
+
+
+# ------------------------------------------------------------------------------------------------ on a GPU
+
+
+def leaves_a_cuda_error(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """An index beyond its table: the device stops, and nobody asks it."""
+    out = attention(query, key, value)
+    query.flatten()[torch.full((1,), 2**40, device=query.device)]
+    return out
+
+
+def works_in_another_stream(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Of its own, which waits for nobody."""
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        return attention(query, key, value)
