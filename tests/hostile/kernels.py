@@ -212,7 +212,7 @@ def raises(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def _take_all_memory(*tensors: Tensor) -> None:
     held: list[Tensor] = []
     while True:
-        held.append(torch.empty(2**22 * 4 ** len(held), device=tensors[0].device))
+        held.append(torch.empty(2**22 * 16 ** len(held), device=tensors[0].device))
 
 
 def _wait_for_ever(*tensors: Tensor) -> None:

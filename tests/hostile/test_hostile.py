@@ -16,8 +16,9 @@ from reports.record import Judgement, read
 from tests.plugin import ROOT
 
 KERNELS = "tests/hostile/kernels.py"
+CALLS = "tests/contract/test_call.py"
 PLAIN, MASKED = "b2 h2 q33 k33 d16 float32", "b1 h1 q33 k33 d16 float32 causal scale0.3"
-TIME_LIMIT = 6
+TIME_LIMIT = 10
 
 # What each kernel is found out for: words of a failure of its own.
 SAID: dict[str, str] = {
@@ -43,8 +44,8 @@ SAID: dict[str, str] = {
     "right_in_one_of_twenty": "wrong in 2[23] of 24 calls of one input",
     "refuses_the_second_call": "refused what it had answered before: RuntimeError: already in use",
     "raises": "forward raised KeyError: 'b'",
-    "hangs": r"no answer within 6 s .*, at .*kernels\.py, line \d+, in _wait_for_ever",
-    "hangs_in_c": r"no answer within 6 s .*, at .*kernels\.py, line \d+, in <lambda>",
+    "hangs": r"no answer within 10 s .*, at .*kernels\.py, line \d+, in _wait_for_ever",
+    "hangs_in_c": r"no answer within 10 s .*, at .*kernels\.py, line \d+, in <lambda>",
     "allocates_without_end": "forward raised RuntimeError: .*can't allocate memory",
     "segfaults": r"the process died of signal 11 \(segmentation fault\), at .*kernels\.py, line \d+, in <lambda>",
     "segfaults_on_odd_lengths": r"the process died of signal 11 \(segmentation fault\), at .*kernels\.py, line \d+, in segfaults_on_odd_lengths",
@@ -74,7 +75,7 @@ SAID_ON_A_GPU = {
     "leaves_a_cuda_error": "forward raised .*CUDA error",
     "works_in_another_stream": "called in a stream that had yet to fill the inputs|out was not ready when the caller's stream read it",
 }
-SPAWNED = ("segfaults_on_odd_lengths", "hangs_in_c")
+SPAWNED = ("segfaults_on_odd_lengths",)
 
 
 @dataclass(frozen=True)
@@ -95,22 +96,11 @@ class Run:
 
 
 def run(folder: Path, kernels: Iterable[str], case: str, checks: str, *options: str) -> Run:
-    """Verifies some kernels of the file, and an implementation of the catalogue among them."""
+    """Verifies some kernels of the file by the checks of one file, and among them an innocent one and one of the catalogue."""
     records = folder / "records.jsonl"
     named = [f"--impl={KERNELS}:{kernel}" for kernel in kernels]
-    middle = len(named) // 2
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        *named[:middle],
-        "--impl=tiled.fa2",
-        f"--impl={KERNELS}:innocent",
-        *named[middle:],
-        f"--case={case}",
-        "-k",
-        checks,
-    ]
+    named = [*named[: len(named) // 2], "--impl=tiled.fa2", f"--impl={KERNELS}:innocent", *named[len(named) // 2 :]]
+    command = [sys.executable, "-m", "pytest", checks, *named, f"--case={case}"]
     command += ["-q", "-n2", "-p", "no:cacheprovider", f"--records={records}", f"--time-limit={TIME_LIMIT}", *options]
     ended = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=300)
     text = ended.stdout + ended.stderr
@@ -127,7 +117,6 @@ def check(ended: Run, said: dict[str, str], innocent: tuple[str, ...]) -> None:
         assert ended.failing_tests(name), f"{kernel}: recorded, but no test of it failed"
     for name in innocent:
         statuses = [judgement.status for judgement in ended.judgements if judgement.implementation == name]
-        assert len(statuses) >= 2, f"{name}: judged {len(statuses)} times"
         assert set(statuses) == {"passed"}, ended.failures(name)
         assert not ended.failing_tests(name)
 
@@ -144,18 +133,18 @@ def test_every_kernel_is_listed() -> None:
 
 def test_reported_as_what_it_is(tmp_path: Path) -> None:
     """All in one run: none disturbs another."""
-    check(run(tmp_path, SAID, PLAIN, "test_call.py"), SAID, INNOCENT)
+    check(run(tmp_path, SAID, PLAIN, CALLS), SAID, INNOCENT)
 
 
 def test_what_was_ignored(tmp_path: Path) -> None:
     """The failure says which question the answer would have been right for."""
-    check(run(tmp_path, SAID_MASKED, MASKED, "test_forward or test_call_after_call"), SAID_MASKED, INNOCENT)
+    check(run(tmp_path, SAID_MASKED, MASKED, "tests/accuracy/test_forward.py"), SAID_MASKED, INNOCENT)
 
 
 def test_spawned(tmp_path: Path) -> None:
     """The same where processes are started as on a machine with a GPU."""
     said = {kernel: SAID[kernel] for kernel in SPAWNED}
-    check(run(tmp_path, said, PLAIN, "test_answers or test_calls_agree", "--spawn"), said, INNOCENT)
+    check(run(tmp_path, said, PLAIN, CALLS, "-k", "test_answers or test_calls_agree", "--spawn"), said, INNOCENT)
 
 
 @pytest.mark.gpu
@@ -163,6 +152,5 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     """A device that has stopped, and work that no one waits for."""
     if not torch.cuda.is_available():
         pytest.skip("CUDA: no device")
-    said = SAID_ON_A_GPU | {kernel: SAID[kernel] for kernel in SPAWNED}
-    case = "b2 h4 q1024 k1024 d64 float32"
-    check(run(tmp_path, said, case, "test_call.py", "--device=cuda", "--time-limit=60"), said | {"hangs_in_c": "no answer within 60 s"}, INNOCENT)
+    said = SAID_ON_A_GPU | {"hangs_in_c": "no answer within 60 s"}
+    check(run(tmp_path, said, "b2 h4 q1024 k1024 d64 float32", CALLS, "--device=cuda", "--time-limit=60"), said, INNOCENT)
