@@ -302,6 +302,22 @@ def worst_unit(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return _ROUNDOFF[dtype] * tensor.abs()
 
 
+def before_rounding(problem: Problem, arithmetic: Arithmetic) -> Attention:
+    """The bound of results in float32, before they are rounded to 16 bit, where no cast of a weight errs: weights of 0 and 1, or all one power of two.
+
+    A weight that float32 has wrong in its last places is cast to the power of two that it should be.
+    """
+    return bounds(problem, Claim(replace(arithmetic, weights="float32", gradients="float32"), dtype=torch.float32))
+
+
+def rounds_to(exact: Tensor, before: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where whatever lies within `before` of the exact result is rounded to it: it is a number of this dtype, and no other is as near.
+
+    Below a power of two the next number is half a unit away, and what is nearer than a quarter is rounded up.
+    """
+    return (exact.to(dtype).to(torch.float64) == exact) & (before < half_unit(exact, dtype) / 2.0)
+
+
 def half_unit(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Half a unit in the last place of each element: the largest error of rounding it to this dtype, whose exponent it has."""
     exponent = torch.floor(torch.log2(tensor.abs().clamp(min=torch.finfo(dtype).smallest_normal)))

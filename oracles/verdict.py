@@ -90,6 +90,11 @@ def rho(actual: Tensor, exact: Float[Tensor, "..."], bound: Float[Tensor, "..."]
     return Rho(float(ratio[index]), Worst(index, got, true, abs(got - true), float(bound[index])))
 
 
+def missed(actual: Tensor, exact: Float[Tensor, "..."], before: Float[Tensor, "..."]) -> Tensor:
+    """Elements that are not the exact result, although the last rounding must bring them there. before: the bound ahead of that rounding."""
+    return bounds.rounds_to(exact, before, actual.dtype) & (actual.to(torch.float64) != exact)
+
+
 def bias(actual: Tensor, exact: Float[Tensor, "..."], float32_bound: Float[Tensor, "..."], casts: Sequence[Float[Tensor, "..."]] = ()) -> Bias | None:
     """Whether the errors lean to one side. None where there are too few rows to tell, or nothing to weigh.
 

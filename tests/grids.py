@@ -175,7 +175,7 @@ def small(dtype: Dtype, device: Device) -> list[Case]:
 def general_position(dtype: Dtype, device: Device) -> list[Case]:
     """Cases whose errors are independent of one another, so that their mean square is known; each brings out another rounding."""
     sixteen_bit = """
-    b1 h1 q40 k1100 d32           # many tiles of keys: what is summed in 16 bit between them
+    b1 h1 q64 k2000 d16           # many tiles of keys: what is summed in 16 bit between them
     b1 h1 q1100 k40 d32           # many tiles of queries
     b1 h1 q140 k140 d64 causal sharp
     b1 h1 q140 k140 d64 positive
@@ -188,6 +188,46 @@ def general_position(dtype: Dtype, device: Device) -> list[Case]:
     """
     lengths = "b1 h2 q1000 k1000 d128\nb2 h2 q700 k1300 d64" if device == "cuda" else ""
     return _lines((single if dtype == "float32" else sixteen_bit) + lengths, dtype)
+
+
+def uniform(dtype: Dtype, device: Device) -> list[Case]:
+    """Keys that are few or not a whole tile, so that one key too many or too few is far outside the bound of their mean."""
+    return _lines("b1 h4/2 q20 k16 d32\nb1 h1 q40 k64 d64\nb1 h1 q70 k70 d40 causal", dtype)
+
+
+def one_hot(dtype: Dtype, device: Device) -> list[Case]:
+    """Head dims that have codes enough, far enough apart."""
+    return _lines("b2 h1 q70 k70 d64\nb1 h4/2 q40 k66 d64\nb1 h1 q70 k70 d64 causal", dtype)
+
+
+def unity(dtype: Dtype, device: Device) -> list[Case]:
+    """Ordinary rows, and rows with a sink: one score above the others by 8."""
+    return _lines("b1 h2/1 q64 k80 d32\nb1 h1 q140 k140 d64 causal\nb1 h1 q70 k140 d64 spike x8", dtype)
+
+
+def scaled_values(dtype: Dtype, device: Device) -> list[Case]:
+    """Plain cases, in the dtypes whose range a power of two does not leave."""
+    return [] if dtype == "float16" else _lines("b1 h2/1 q40 k70 d64\nb1 h1 q66 k66 d40 causal", dtype)
+
+
+def ordered(dtype: Dtype, device: Device) -> list[Case]:
+    """More keys than a tile holds, for their order to matter."""
+    return _lines("b1 h2/1 q40 k150 d32", dtype)
+
+
+def batches(dtype: Dtype, device: Device) -> list[Case]:
+    """Several batch entries, heads and groups."""
+    return _lines("b2 h4/2 q40 k40 d32 causal", dtype)
+
+
+def allocated(dtype: Dtype, device: Device) -> list[Case]:
+    """Small tensors: an allocator hands small blocks out again. Lengths leave tails to be padded."""
+    return _lines("b1 h2 q65 k65 d64 causal\nb1 h1 q20 k70 d40", dtype)
+
+
+def summed(dtype: Dtype, device: Device) -> list[Case]:
+    """Columns enough for a statistic of sums."""
+    return _lines("b1 h1 q140 k140 d64\nb1 h4/2 q50 k70 d32", dtype)
 
 
 def memory(dtype: Dtype, device: Device) -> list[Case]:

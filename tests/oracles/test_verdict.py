@@ -207,6 +207,36 @@ def test_where_bias_is_not_judged() -> None:
     assert verdict.bias(nothing.half(), nothing, torch.ones_like(exact)) is None
 
 
+# ---------------------------------------------------------------------------------------------------------------------------- exact
+
+MISSES = [  # exact, bound before the rounding, in bfloat16 whose numbers around 1 are 2^-8 apart below and 2^-7 above
+    (1.0, 2.0**-10, True),
+    (1.0, 2.0**-9, False),  # halfway to the number below
+    (1.5, 2.0**-10, True),
+    (1.0 + 2.0**-9, 2.0**-20, False),  # no number of the dtype
+    (0.0, 2.0**-20, False),
+    (0.0, 0.0, True),
+]
+
+
+@pytest.mark.parametrize(("exact", "before", "must"), MISSES)
+def test_what_the_last_rounding_must_hit(exact: float, before: float, must: bool) -> None:
+    hit, near = (torch.tensor([number], dtype=torch.bfloat16) for number in (exact, exact + 2.0**-7))
+    if hit.double().item() == exact:
+        assert not verdict.missed(hit, of(exact), of(before)).any()
+    assert verdict.missed(near, of(exact), of(before)).tolist() == [must]
+    assert verdict.missed(torch.full_like(hit, NAN), of(exact), of(before)).tolist() == [must]
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
+def test_whatever_is_that_near_is_rounded_to_it(dtype: torch.dtype) -> None:
+    exact = exact_rows().to(dtype).double()
+    before = 0.49 * bounds.half_unit(exact, dtype)
+    assert bounds.rounds_to(exact, before, dtype).all()
+    for sign in (1.0, -1.0):
+        assert torch.equal((exact + sign * before).to(dtype).double(), exact)
+
+
 # ---------------------------------------------------------------------------------------------------------------------------- ulps
 
 

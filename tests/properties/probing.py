@@ -1,9 +1,13 @@
-"""What the probes share: forward and backward of one call, and the words of a root mean square."""
+"""What the probes share: forward and backward of one call, exact answers, and the words of a root mean square."""
+
+import torch
+from torch import Tensor
 
 from oracles import bounds, verdict
+from oracles.naive import Attention
 from reports.record import figure
 from tests.cases import Case, Inputs
-from tests.running import Answer, TensorName
+from tests.running import TENSORS, Answer, TensorName
 from tests.subject import Subject
 
 
@@ -16,6 +20,32 @@ def answer_to(subject: Subject, case: Case, given: Inputs | None = None) -> Answ
     return answer
 
 
+def expect_inside_bound(subject: Subject, case: Case, answer: Answer, given: Inputs, what: str) -> None:
+    """Every tensor of an answer to other tensors than the case's own. what: which tensors these are."""
+    subject.judge_answer(answer, case, TENSORS, given=given, note=f"where {what}")
+
+
+def before_rounding(subject: Subject, case: Case, given: Inputs) -> Attention:
+    """`bounds.before_rounding` of the subject's claim, on the CPU."""
+    problem = given.problem(case)
+    bound = bounds.before_rounding(problem, subject.implementation.arithmetic(subject.dtype, subject.device))
+    return Attention(*(tensor.cpu() for tensor in (bound.out, bound.lse, bound.dq, bound.dk, bound.dv)))
+
+
+def expect_exact(subject: Subject, case: Case, name: TensorName, actual: Tensor, exact: Tensor, before: Tensor, what: str) -> None:
+    """Bitwise the exact result, wherever the last rounding leaves no choice."""
+    actual, exact = actual.cpu(), exact.cpu()
+    missed = verdict.missed(actual, exact, before)
+    message = ""
+    if missed.any():
+        index = tuple(int(i) for i in missed.nonzero()[0])
+        message = (
+            f"{what}: {name} is exact and a number of its dtype, and {int(missed.sum())} of {missed.numel()} elements are another,"
+            f" first at {list(index)}: got {actual[index].item()}, exact {exact[index].item()}"
+        )
+    subject.expect(not missed.any(), case, message, tensor=name)
+
+
 def expect_rms(subject: Subject, case: Case, name: TensorName, found: verdict.Rms | None, what: str) -> None:
     """Records a root mean square, which must not be too large; where there are too few rows to tell, nothing."""
     if found is None:
@@ -25,3 +55,19 @@ def expect_rms(subject: Subject, case: Case, name: TensorName, found: verdict.Rm
         f" (its square is {found.square:.3g}, with a standard error of {found.standard_error:.2g})"
     )
     subject.expect(not found.too_large, case, message, tensor=name, rms=figure(found.value), rms_error=found.standard_error)
+
+
+def by_query_head(tensor: Tensor, case: Case) -> Tensor:
+    """A tensor of key heads, once for each query head."""
+    return tensor.repeat_interleave(case.heads // case.kv_heads, dim=1)
+
+
+def over_groups(tensor: Tensor, case: Case) -> Tensor:
+    """A tensor of query heads, summed over those that share a key head."""
+    batch, heads, *rest = tensor.shape
+    return tensor.reshape(batch, case.kv_heads, heads // case.kv_heads, *rest).sum(dim=2)
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """The same numbers."""
+    return tensor.to(torch.float64)

@@ -21,7 +21,7 @@ def test_spread(subject: Subject) -> None:
     """Seen here: exponentials, products and sums of fewer digits; casts that truncate; gradients summed in 16 bit; a delta or LSE of fewer digits."""
     arithmetic = subject.implementation.arithmetic(subject.dtype, subject.device)
     for case in subject.cases:
-        answer = answer_to(subject, case) if _in_general_position(case, arithmetic) else None
+        answer = answer_to(subject, case) if in_general_position(case, arithmetic) else None
         if answer is None:
             continue
         exact, variances = judging.exact(case, arithmetic, subject.device).answer, _variances(case, arithmetic).elements
@@ -31,7 +31,7 @@ def test_spread(subject: Subject) -> None:
                 expect_rms(subject, case, name, found, f"the errors of {name}")
 
 
-def _in_general_position(case: Case, arithmetic: Arithmetic) -> bool:
+def in_general_position(case: Case, arithmetic: Arithmetic) -> bool:
     """Whether the model holds: of a case from the command line it may not."""
     generic = case.family in FAMILIES and not case.shift and case.scale != 0.0 and case.magnitude <= LARGEST_MAGNITUDE
     return generic and spread.is_modelled(inputs(case).problem(case), arithmetic)

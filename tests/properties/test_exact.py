@@ -1,0 +1,111 @@
+"""Inputs whose exact answer is known without an oracle.
+
+Bitwise the exact answer is asked where the claimed arithmetic leaves no other: in 16 bit, of elements that are numbers of the dtype, if float32 can bring the
+result nowhere near the middle to a neighbour (`bounds.rounds_to`). In float32, roundings that are rightfully there fill the last place: exp(0) may be an ulp
+off, a sum that is normalised at each step or merged of splits is divided by counts like 192. There the bound is asked. Either way every element is inside it.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import grids
+from tests.cases import Case, inputs
+from tests.properties.probing import answer_to, before_rounding, by_query_head, expect_exact, expect_inside_bound, in_float64, over_groups
+from tests.subject import Subject
+
+SMALLEST_TILE = 16  # of tensor cores; where none is claimed
+
+
+@pytest.mark.check(grid=grids.uniform)
+def test_uniform(subject: Subject) -> None:
+    """Q = 0 and V, dO of -1, 0 and 1: the mean of the visible values. A key that is dropped, counted twice or padded moves it by one part in their number.
+
+    Scores are 0 in any order and any precision. With a power of two of keys and no mask, weights are 1, or 1 in the number of keys, and are cast exactly; V
+    and dV are integers over that number. A kernel that normalises at every step has weights like 1/192 in between: so bitwise for one tile of keys alone.
+    """
+    for case in subject.cases:
+        given = inputs(case, subject.device)
+        counts = [tensor.round().clamp(-1.0, 1.0) for tensor in (given.value, given.dout)]
+        given = replace(given, query=torch.zeros_like(given.query), value=counts[0], dout=counts[1])
+        answer = answer_to(subject, case, given)
+        if answer is None:
+            continue
+        expect_inside_bound(subject, case, answer, given, "queries are 0, values and output gradients -1, 0 or 1")
+        arithmetic = subject.implementation.arithmetic(subject.dtype, subject.device)
+        one_step = case.keys <= (arithmetic.key_tile or SMALLEST_TILE) or arithmetic.weights == "float32"
+        plain = case.mask == "full" and case.blocks is None and not case.dropout
+        if not (plain and one_step and math.log2(case.keys).is_integer()):
+            continue
+        before, what = before_rounding(subject, case, given), "the mean of equally weighted values"
+        mean = by_query_head(in_float64(given.value).mean(dim=2, keepdim=True), case).expand(given.query.shape)
+        expect_exact(subject, case, "out", answer["out"], mean, before.out, what)
+        if "dv" in answer:
+            share = over_groups(in_float64(given.dout), case).sum(dim=2, keepdim=True) / case.keys
+            expect_exact(subject, case, "dv", answer["dv"], share.expand(given.value.shape), before.dv, what)
+
+
+@pytest.mark.check(grid=grids.one_hot)
+def test_one_hot(subject: Subject) -> None:
+    """K of codes of +-1, and each query a multiple of one of them: the value of that key, and all of dO to its dV.
+
+    Every other score is so far below that its weight is 0 in float32. The one weight is exp(0), or 1 but for the roundings of a large score, and is cast to
+    1. Values that are mixed up, heads or rows that are mapped to others, stale sums and operands of fewer digits show.
+    """
+    for case in subject.cases:
+        given = inputs(case, subject.device)
+        codes = torch.where(given.key < 0, -1.0, 1.0).to(given.key.dtype)
+        target = _targets(case).to(given.query.device)
+        factor = _sharpness(codes, case)
+        if case.mask == "causal-br" or case.blocks is not None or case.dropout or factor is None:
+            continue  # where the key may be hidden, or two codes are one
+        where = target[..., None].expand(given.query.shape)
+        given = replace(given, key=codes, query=factor * by_query_head(codes, case).gather(2, where))
+        answer = answer_to(subject, case, given)
+        if answer is None:
+            continue
+        expect_inside_bound(subject, case, answer, given, "each query sees one key only, by its code")
+        before, what = before_rounding(subject, case, given), "the value of the one key that a query finds"
+        expect_exact(subject, case, "out", answer["out"], in_float64(by_query_head(given.value, case).gather(2, where)), before.out, what)
+        if "dv" in answer:
+            found = torch.zeros_like(in_float64(by_query_head(given.value, case))).scatter_add_(2, where, in_float64(given.dout))
+            expect_exact(subject, case, "dv", answer["dv"], over_groups(found, case), before.dv, what)
+
+
+def _targets(case: Case) -> Tensor:
+    """[batch, heads, queries]: the key that a query finds. Every key in turn, at a stride, another for each head; with a causal mask one of those before it."""
+    stride = next(step for step in range(max(1, case.keys * 3 // 8), 2 * case.keys + 2) if math.gcd(step, case.keys) == 1)
+    heads = torch.arange(case.batch * case.heads).view(case.batch, case.heads, 1)
+    walk = torch.arange(case.queries) * stride + 5 * heads
+    seen = torch.arange(case.queries).clamp(max=case.keys - 1) + 1
+    return walk % (seen if case.mask == "causal" else torch.tensor(case.keys))
+
+
+GAP = 110.0  # exp(-104) is 0 in float32, subnormal numbers included
+
+
+def _sharpness(codes: Tensor, case: Case) -> float | None:
+    """The power of two by which queries are multiplied, so that every code but a query's own is GAP below it; None where two codes are one."""
+    scale = 1.0 / math.sqrt(case.dim) if case.scale is None else case.scale
+    overlap = codes.float() @ codes.float().transpose(2, 3)
+    overlap.diagonal(dim1=2, dim2=3).fill_(-case.dim)
+    apart = scale * (case.dim - overlap.amax().item()) if case.keys > 1 else scale * case.dim
+    return 2.0 ** math.ceil(math.log2(GAP / apart)) if apart > 0.0 else None
+
+
+@pytest.mark.check(grid=grids.unity)
+def test_unity(subject: Subject) -> None:
+    """V = 1, also under a sink: the output is 1, and so is its mean, since weights that are cast to nearest lean to neither side; dQ and dK are 0.
+
+    Bitwise is asked of no kernel, since the cast of the weights is in the numerator alone. What a truncating cast, lost mass, or a denominator of other weights
+    take from every row shows in the mean.
+    """
+    for case in subject.cases:
+        given = inputs(case, subject.device)
+        given = replace(given, value=torch.ones_like(given.value))
+        answer = answer_to(subject, case, given)
+        if answer is not None:
+            expect_inside_bound(subject, case, answer, given, "every value is 1")

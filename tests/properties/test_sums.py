@@ -1,0 +1,44 @@
+"""Sums that are known without an oracle: over keys, P sums to 1 and dS to 0.
+
+So the columns of dV sum to those of dO, the columns of dK to 0, and with a first coordinate of 1 in every key the first coordinate of dQ is the row's sum of
+dS. Errors add by their squares (`oracles.spread`), so a sum is far more exact than all that its elements may be off by: mass that is lost, a delta that is a
+hundredth off show in it where no element tells.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from oracles import spread, verdict
+from tests import grids
+from tests.cases import inputs
+from tests.properties.probing import answer_to, expect_rms, in_float64, over_groups
+from tests.properties.test_spread import in_general_position
+from tests.subject import Subject
+
+
+@pytest.mark.check(grid=grids.summed, claims=("backward",))
+def test_sums(subject: Subject) -> None:
+    """Output gradients are made positive, so that what they sum to is large against its rounding."""
+    arithmetic = subject.implementation.arithmetic(subject.dtype, subject.device)
+    for case in subject.cases:
+        if not in_general_position(case, arithmetic) or case.mask == "causal-br" or case.blocks is not None:
+            continue  # a row that sees no key sums to 0
+        given = inputs(case, subject.device)
+        key = given.key.clone()
+        key[..., 0] = 1.0
+        given = replace(given, key=key, dout=given.dout.abs())
+        problem = given.problem(case)
+        answer = answer_to(subject, case, given)
+        if answer is None or "dv" not in answer:
+            continue
+        variances = spread.variances(problem, arithmetic)
+        douts = over_groups(in_float64(given.dout), case).sum(dim=2)
+        sums = (
+            ("dv", in_float64(answer["dv"]).sum(dim=2), douts, variances.dv_sums, "columns of dV sum as those of dO"),
+            ("dk", in_float64(answer["dk"]).sum(dim=2), torch.zeros_like(douts), variances.dk_sums, "columns of dK sum to 0, as rows of dS do"),
+            ("dq", in_float64(answer["dq"])[..., 0], torch.zeros_like(variances.elements.dq[..., 0]), variances.elements.dq[..., 0], "rows of dS sum to 0"),
+        )
+        for name, got, exact, variance, what in sums:
+            expect_rms(subject, case, name, verdict.rms(got.flatten(), exact.flatten(), variance.flatten()), what)  # type: ignore[arg-type]

@@ -1,0 +1,105 @@
+"""What attention does not depend on: the size of V but by a factor, the order of keys, which batch entry and which head is which."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import grids
+from tests.cases import Inputs, inputs
+from tests.properties.probing import answer_to, expect_inside_bound, in_float64
+from tests.subject import Subject
+
+FACTORS = (2.0**20, 2.0**-20)
+
+
+@pytest.mark.check(grid=grids.scaled_values)
+def test_power_of_two(subject: Subject) -> None:
+    """V times a power of two: out, dQ and dK times it, LSE and dV as they were, bitwise. A threshold that is absolute shows.
+
+    Every operation on V is a product or a sum, and rounding commutes with a power of two but for underflow, which these factors stay away from; weights and
+    the order of sums do not depend on V. So bitwise of any kernel that gives the same bits twice.
+    """
+    for case, factor in zip(subject.cases, FACTORS, strict=False):
+        given = inputs(case, subject.device)
+        other = replace(given, value=given.value * factor)
+        first, second = answer_to(subject, case, given), answer_to(subject, case, other)
+        if first is None or second is None:
+            continue
+        for name in first.tensors:
+            if name not in second:
+                continue
+            expected = in_float64(first[name]) * (1.0 if name in ("lse", "dv") else factor)
+            if not torch.equal(expected, in_float64(second[name])) and subject.varies(case, name, (given, first[name]), (other, second[name])):
+                subject.judge_answer(second, case, (name,), given=other)
+                continue
+            subject.expect_equal(expected, in_float64(second[name]), case, name, f"values times {factor:g}, against the answer times it")
+
+
+@pytest.mark.check(grid=grids.ordered)
+def test_order_of_keys(subject: Subject) -> None:
+    """Keys and values in another order, the last first or each better than the one before: the same output, inside the bound, since sums follow the order.
+
+    With a mask, other keys would be hidden; so without.
+    """
+    for case in subject.cases:
+        if case.mask != "full" or case.blocks is not None or case.dropout:
+            continue
+        given = inputs(case, subject.device)
+        first_query = given.query[:, :: case.heads // case.kv_heads, :1]
+        rising = (first_query.float() @ given.key.float().transpose(2, 3)).argsort(dim=3).transpose(2, 3).expand(given.key.shape)
+        for key, value, what in (
+            (given.key.flip(2), given.value.flip(2), "keys stand in the opposite order"),
+            (given.key.gather(2, rising), given.value.gather(2, rising), "keys stand in the order of the first query's scores"),
+        ):
+            other = replace(given, key=key, value=value)
+            answer = answer_to(subject, case, other)
+            if answer is not None:
+                expect_inside_bound(subject, case, answer, other, what)
+
+
+@pytest.mark.check(grid=grids.batches)
+def test_batch_and_heads(subject: Subject) -> None:
+    """Batch entries and groups of heads in another order, and one entry by itself: the same rows, elsewhere.
+
+    Bitwise of those that claim to be deterministic and independent of the batch; of others, whose order of sums may follow the place, inside the bound. Groups
+    move as a whole: within one, heads are summed into dK and dV in their order.
+    """
+    bitwise = subject.implementation.supports.batch_invariant and subject.implementation.supports.deterministic
+    for case in subject.cases:
+        if case.dropout:
+            continue  # its mask counts batch entries and heads
+        given = inputs(case, subject.device)
+        entries = torch.arange(case.batch, device=given.query.device).roll(1)
+        groups = torch.arange(case.kv_heads, device=given.query.device).flip(0)
+        size = case.heads // case.kv_heads
+        heads = (groups[:, None] * size + torch.arange(size, device=groups.device)).flatten()
+        moved = Inputs(*_taken(given, entries, heads, groups), None if given.block_mask is None else given.block_mask[entries][:, heads])
+        alone = _last(given)
+        first = answer_to(subject, case, given) if bitwise else None
+        for other, of, what in (
+            (moved, case, "batch entries and groups of heads are permuted"),
+            (alone, replace(case, batch=1), "the last batch entry is alone"),
+        ):
+            answer = answer_to(subject, of, other)
+            if answer is None:
+                continue
+            if first is None:
+                expect_inside_bound(subject, of, answer, other, what)
+                continue
+            for name in first.tensors:
+                here = first[name][entries][:, groups if name in ("dk", "dv") else heads] if other is moved else first[name][-1:]
+                subject.expect_equal(here, answer[name], case, name, f"the answer is another where {what}")
+
+
+def _taken(given: Inputs, entries: Tensor, heads: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pairs = ((given.query, heads), (given.key, groups), (given.value, groups), (given.dout, heads))
+    query, key, value, dout = (tensor[entries][:, which] for tensor, which in pairs)
+    return query, key, value, dout
+
+
+def _last(given: Inputs) -> Inputs:
+    """The last batch entry."""
+    mask = None if given.block_mask is None else given.block_mask[-1:]
+    return Inputs(given.query[-1:], given.key[-1:], given.value[-1:], given.dout[-1:], mask)
