@@ -36,10 +36,12 @@ from tests import running
 
 TICK = 0.25  # seconds between two looks at what is silent
 SILENCE = 10  # time limits that may pass without a word while no kernel is called: the oracles of a long case
+PATIENCE = 4  # time limits by the clock, for a kernel that works but does not get the processor
 DEATHS = 3  # of one check, after which the rest of its cases is left out
 HANGS = 3  # of one implementation, after which the rest of its checks is left out; each leaves its calls a quarter of the time
 SPOILT = 87  # the exit status of a host whose kernel left it unusable, after it said so
 MEMORY = 2**32  # bytes that a host may take up, if the machine has them to give
+SHARE = 0.25  # of a GPU's memory, for each host at least
 SUITE = Path(__file__).parent
 M_MMAP_THRESHOLD, M_PERTURB, PR_SET_PDEATHSIG = -3, -6, 1  # malloc.h, sys/prctl.h
 
@@ -127,6 +129,7 @@ class Host:
         self.job: Job | None = None
         self.calling = False
         self.since = time.monotonic()  # the last message
+        self.worked: float | None = None  # seconds of processor time by about then
         self.log = tempfile.TemporaryFile()  # noqa: SIM115
         self.connection, theirs = Pipe()
         self.process = start(theirs, self.log.fileno())
@@ -170,7 +173,7 @@ class Host:
             if not (file.startswith("<") or "site-packages" in file or "/lib/python" in file):
                 return f", at {file}, line {line}, in {function}"
         if frames:
-            return ", while no line of its Python ran: in its backward, or afterwards in memory that it had damaged"
+            return ", while no line of its Python ran"
         said = [line for line in text.splitlines() if line.strip()]
         return f"; its last words: {said[-1][:300]}" if said else ""
 
@@ -243,7 +246,7 @@ class Hosts:
                 if host is not None:
                     host.end()
                 host = self.slots[slot] = Host(job.owner, self._spawn if self.spawns else self._fork)
-            host.job, host.calling, host.since, job.current = job, False, time.monotonic(), ""
+            host.job, host.calling, host.since, host.worked, job.current = job, False, time.monotonic(), None, ""
             with suppress(OSError):  # it has died, and is about to be looked after
                 host.connection.send((job.index, job.after))
             return
@@ -263,7 +266,7 @@ class Hosts:
             self._take(host, host.job, kind, content)
 
     def _take(self, host: Host, job: Job, kind: str, content: object) -> None:
-        silent, host.since = time.monotonic() - host.since, time.monotonic()
+        silent, host.since, host.worked = time.monotonic() - host.since, time.monotonic(), None
         match kind:
             case "record":
                 self.record(msgspec.json.decode(str(content), type=Record))
@@ -295,19 +298,34 @@ class Hosts:
         seconds = self.limit(job.item)
         if hangs:  # but never less than four times what its slowest call took
             seconds = min(seconds, max(seconds / 4**hangs, 4 * self.slowest.get(job.owner, 0.0)))
-        if time.monotonic() - host.since <= (seconds if host.calling else SILENCE * self.limit(job.item)):
+        if not host.calling:
+            seconds = SILENCE * self.limit(job.item)
+        if not self._is_overdue(host, seconds):
             return
         os.kill(host.pid, signal.SIGUSR1)  # faulthandler writes the stack, whoever holds the interpreter's lock
         time.sleep(0.1)
         self.hangs[job.owner] = hangs + 1
-        allowed = f"no answer within {seconds:g} s" if host.calling else f"no sign of life for {SILENCE * self.limit(job.item):g} s"
+        allowed = f"no answer within {seconds:g} s" if host.calling else f"no sign of life for {seconds:g} s"
         self._lose(host, f"{allowed} (--time-limit SECONDS sets another limit)")
+
+    def _is_overdue(self, host: Host, seconds: float) -> bool:
+        """Whether a host that is silent had its time: of the processor, with all that it started, since a compiler may wait for its turn on a busy machine;
+        by the clock if it does next to nothing, and if it takes far too long."""
+        silent = time.monotonic() - host.since
+        if host.worked is None and silent > min(1.0, seconds / 4):
+            host.worked = _processor_seconds(host.pid)
+        if host.worked is None or silent < seconds:
+            return False
+        worked = _processor_seconds(host.pid) - host.worked
+        return worked > 0.9 * seconds or worked < 0.05 * silent or silent > PATIENCE * seconds
 
     def _lose(self, host: Host, how: str, *, spoilt: bool = False) -> None:
         """A host is gone. Its case has failed, its check goes on behind this case in another host."""
         job = host.job
         assert job is not None
         place = host.place(job.item.path)
+        if how.startswith("the process died") and place.endswith("ran"):
+            place += ": in its backward, or afterwards in memory that it had damaged"
         host.end()
         host.job = None
         self.slots[self.slots.index(host)] = None
@@ -333,9 +351,6 @@ class Hosts:
         self.config.hook.pytest_runtest_logreport(report=report)
 
     # ------------------------------------------------------------------------------------------------ starting a host
-
-    def _share(self) -> float:
-        return 0.9 / len(self.slots)
 
     def _fork(self, connection: Connection, log: int) -> int:
         with warnings.catch_warnings():
@@ -367,7 +382,7 @@ class Hosts:
 
     def _spawn(self, connection: Connection, log: int) -> "subprocess.Popen[bytes]":
         words = [str(word) for word in self.config.invocation_params.args]
-        host = f"--host={connection.fileno()},{log},{self._share()},{self.run_name}"
+        host = f"--host={connection.fileno()},{log},{max(0.9 / len(self.slots), SHARE)},{self.run_name}"
         command = [sys.executable, "-m", "pytest", *words, "-n0", host]
         directory = self.config.invocation_params.dir
         return subprocess.Popen(command, cwd=directory, pass_fds=[connection.fileno(), log], stdout=log, stderr=log, start_new_session=True)
@@ -379,6 +394,21 @@ def _how(status: int, calling: bool) -> str:
         said = signal.strsignal(-status) or "unknown"
         return f"the process died of signal {-status} ({said[0].lower() + said[1:]}){when}"
     return f"the process ended with status {status}{' in the call' if calling else when}"
+
+
+def _processor_seconds(process: int) -> float:
+    """What a process and its descendants have used."""
+    parents, ticks = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # gone meanwhile
+            fields = path.read_text().rpartition(")")[2].split()
+            pid = int(path.parent.name)
+            parents[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))
+    total, front = 0, [process]
+    while front:
+        total += sum(ticks.get(pid, 0) for pid in front)
+        front = [pid for pid, parent in parents.items() if parent in front]
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def _available_memory() -> int:

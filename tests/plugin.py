@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 import uuid
+import warnings
 from collections.abc import Generator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,10 +24,14 @@ import torch
 from impls import catalogue
 from impls.spec import DTYPES, Device, Dtype, Implementation
 from reports import wording
+from reports import wording
+from reports.evidence import size, worst_rho
 from reports.record import Absence, Claim, Environment, Judgement, Record, append
+from tests import profiles
 from tests.cases import Case, inputs, not_claimed
 from tests.isolation import Guest, Hosts
 from tests.subject import Subject, summary
+from tests.world import FILTERS, left_alone
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "reports" / "runs"
@@ -46,6 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--dtype", action="append", default=[], choices=DTYPES, help="only this dtype; repeatable")
     group.addoption("--device", choices=("cpu", "cuda"), help="only on this device")
     group.addoption("--records", metavar="FILE", help="where the run's records go, instead of a file of its own in reports/runs")
+    group.addoption("--search", metavar="BUDGET", help="how much each search tries: cases (5000) or time (30s, 10m, 8h); Ctrl-C ends all with what they found")
     group.addoption("--case", metavar="LINE", help="only this case, as a report prints it; every check that takes it runs it")
     limits = ", ".join(f"{seconds} on {device}" for device, seconds in TIME_LIMITS.items())
     group.addoption("--time-limit", type=float, metavar="SECONDS", help=f"for one call of a kernel that is not in the catalogue, backward included ({limits})")
@@ -75,7 +81,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: runs on a CUDA device")
     # The cases are small: a second thread waits more than it computes, and workers (-n) use the other cores better.
     torch.set_num_threads(1)
-    config.stash[STATE] = State.of(config)
+    state = config.stash[STATE] = State.of(config)
+    if budget := config.getoption("--search"):
+        profiles.begin(_parsed_budget(budget), state.run, is_main=not state.is_worker)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    profiles.end()
+
+
+def _parsed_budget(text: str) -> profiles.Budget:
+    try:
+        return profiles.Budget.parse(text)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 WORKERS_ON_GPU = 16  # processes that share one GPU: most of their time goes into compiling kernels
@@ -141,6 +160,8 @@ class State:
         self.written = 0
         self.passed: dict[str, int] = {}
         self.refused: dict[tuple[str, str], list[str]] = {}  # of an implementation and dtype, what it said for each case that it declined
+        self.changed_by_import: dict[str, list[str]] = {}  # of an implementation, the global state that was put back after its file was imported
+        self.found: dict[tuple[str, str], Judgement] = {}  # of an implementation and dtype, the worst that a search found
         self.targets = self._targets()
         self.absences: list[Absence] = [
             Absence(run=self.run, implementation=target.name, device=target.device, dtype=target.dtype, reason="not possible here", message=target.missing)
@@ -162,7 +183,10 @@ class State:
             names += [pattern] if ":" in pattern else catalogue.names([pattern])
         targets = []
         for name in dict.fromkeys(names):
-            implementation, failure = _loaded(name, asked_for=bool(self.selected))
+            with warnings.catch_warnings(), left_alone() as changed:
+                warnings.simplefilter("ignore")  # errors in the suite itself; what a stranger's file warns of is its own affair
+                implementation, failure = _loaded(name, asked_for=bool(self.selected))
+            self.changed_by_import[name] = [setting for setting in changed if setting != FILTERS]
             for device in _devices(implementation, self.device):
                 missing = failure if implementation is None else implementation.missing(device) or _no_device(device)
                 dtypes = [dtype for dtype in self.dtypes if implementation is None or dtype in implementation.supports.dtypes]
@@ -186,6 +210,10 @@ class State:
             self.passed[record.implementation] = self.passed.get(record.implementation, 0) + 1
         if isinstance(record, Judgement) and record.status == "refused":
             self.refused.setdefault((record.implementation, record.dtype), []).append(record.message)
+        if isinstance(record, Judgement) and record.check.endswith("_search") and record.rho is not None:
+            before = self.found.get((record.implementation, record.dtype))
+            if before is None or size(worst_rho(record)) >= size(worst_rho(before)):
+                self.found[record.implementation, record.dtype] = record
 
 
 STATE = pytest.StashKey[State]()
@@ -496,8 +524,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         reasons = {target.name: target.missing or _outside(state.case, target) for target in state.targets}
         for name in _unverified(state):
             terminalreporter.write_line(f"not verified: {name} ({reasons.get(name) or 'no case was judged'})", red=True)
+        for name, changed in state.changed_by_import.items():
+            if changed:
+                terminalreporter.write_line(f"put back: {name} changed {', '.join(changed)} when it was imported", yellow=True)
         for (name, dtype), said in state.refused.items():
             terminalreporter.write_line(f"refused: {name}, {dtype}, {len(said)} time{'s' if len(said) != 1 else ''}, first with: {said[0]}", yellow=True)
+    for (name, dtype), found in state.found.items() if config.getoption("--search") else ():
+        of = f", {found.worst.note}" if found.worst and found.status == "passed" else ""
+        terminalreporter.write_line(f"search: {name}, {dtype}: rho {wording.rho(worst_rho(found))} of {found.tensor}{of}: {found.case}")
     if not state.written:
         return
     from reports.pages import write_site

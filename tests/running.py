@@ -130,7 +130,7 @@ def _attend(implementation: Implementation, case: Case, inputs: Inputs, backward
                 raise
             if implementation.bare and _declines(error):
                 raise Refused(_said(error)) from error
-            raise Fault(f"forward raised {_said(error)}", spoils=_is_cuda_error(error)) from error
+            raise Fault(f"forward raised {_said(error)}", spoils=_spoils(error)) from error
     tensors = _outputs(returned, implementation.supports, case, inputs)
     for name, tensor in tensors.items():
         if any(tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for other in given.values()):
@@ -148,7 +148,7 @@ def _attend(implementation: Implementation, case: Case, inputs: Inputs, backward
                     raise
                 if implementation.bare and isinstance(error, NotImplementedError):
                     raise Refused(f"backward: {_said(error)}") from error
-                raise Fault(f"backward raised {_said(error)}", spoils=_is_cuda_error(error)) from error
+                raise Fault(f"backward raised {_said(error)}", spoils=_spoils(error)) from error
         names: tuple[TensorName, ...] = ("dq", "dk", "dv")
         for name, leaf, gradient in zip(names, leaves, gradients, strict=True):
             # No gradient at all for an input is the same statement as a gradient of zero, and judged as such.
@@ -263,6 +263,11 @@ def _declines(error: BaseException) -> bool:
 
 def _is_cuda_error(error: BaseException) -> bool:
     return isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
+
+
+def _spoils(error: BaseException) -> bool:
+    """After an error of the device nothing runs on it; after memory ran out, the process keeps what the others need."""
+    return _is_cuda_error(error) or isinstance(error, torch.OutOfMemoryError)
 
 
 def _is_the_users(error: BaseException) -> bool:

@@ -4,7 +4,6 @@ The table of the report: sequence length, bytes of the full attention matrix, by
 """
 
 import time
-import warnings
 from typing import Literal
 
 import pytest
@@ -15,7 +14,7 @@ from tests import grids
 from tests.cases import Case, inputs
 from tests.memory.measuring import method, peak_bytes
 from tests.plugin import Recorder
-from tests.running import arguments
+from tests.running import arguments, calling
 from tests.subject import Subject
 
 Direction = Literal["forward", "backward"]
@@ -33,9 +32,12 @@ def test_memory_growth(subject: Subject, recorder: Recorder) -> None:
         if not before and subject.attend(case, backward=subject.implementation.supports.backward) is None:
             break  # it does not even answer; if it does, kernels are now compiled and caches filled
         started = time.perf_counter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            measured = _measure(subject, case)
+        try:
+            with calling(case):
+                measured = _measure(subject, case)
+        except Exception as error:
+            subject.fail(case, f"raised {type(error).__name__}: {error}")
+            break
         for direction, count in measured:
             recorder.add(
                 Memory(
