@@ -42,6 +42,21 @@ class Supports:
     linear_memory: bool = False  # beyond inputs and outputs, memory at most doubles when the sequence doubles
 
 
+# What the project's own kernels take and promise. Those over a block mask take that too.
+OWN_KERNELS = Supports(
+    causal=("top_left", "bottom_right"),
+    scale="finite",
+    grouped_heads=True,
+    cross_lengths=True,
+    strided=True,
+    dropout=True,
+    lse=True,
+    deterministic=True,
+    batch_invariant=True,
+    linear_memory=True,
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
     """The roundings that an implementation makes, for one dtype on one kind of device.

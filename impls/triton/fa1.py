@@ -30,12 +30,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from impls.call import Call, check_call
-from impls.spec import Alignment, Arithmetic, Device, Dtype, Implementation, Supports
+from impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
 from impls.triton.primitives import (
     INFINITY,
     INTERPRETED,
     Launch,
     Scale,
+    call_arguments,
     device_function,
     dot,
     kept,
@@ -97,7 +98,7 @@ def forward_kernel(
     out, row_max, row_sum,  # contiguous and float32; they enter as 0, -inf, 0
     heads, groups, queries, keys, offset,
     sign, exponent_scale,
-    seed: tl.uint64, last_dropped: tl.uint32, keep_scale,  # dropout: the seed, the largest word that drops a weight, 1 / (1 - p)
+    seed: tl.uint64, last_dropped: tl.uint32, kept_scale,  # dropout: the seed, the largest word that drops a weight, 1 / (1 - p)
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -147,7 +148,7 @@ def forward_kernel(
             divisor = tl.where(new_sum > 0.0, new_sum, 1.0)  # a row that has seen no key stays 0
             out_tile = tile_at(out, (0, 0, DIM, 1), 0, 0, first_query, QUERY_TILE, PADDED_DIM, False, 1)
             old_out = load_tile(out_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)
-            new_out = old_out * tl.div_rn(old_share, divisor)[:, None] + tile_out * tl.div_rn(tile_rescale * keep_scale, divisor)[:, None]
+            new_out = old_out * tl.div_rn(old_share, divisor)[:, None] + tile_out * tl.div_rn(tile_rescale * kept_scale, divisor)[:, None]
 
             tl.debug_barrier()  # every thread has read before any writes
             store_tile(out_tile, new_out, first_query, queries, DIM, QUERY_TILE, PADDED_DIM)
@@ -164,7 +165,7 @@ def backward_kernel(
     dkey, dvalue,  # contiguous
     kv_heads, groups, queries, keys, offset,
     scale, sign, exponent_scale,
-    seed: tl.uint64, last_dropped: tl.uint32, keep_scale,  # dropout: the seed, the largest word that drops a weight, 1 / (1 - p)
+    seed: tl.uint64, last_dropped: tl.uint32, kept_scale,  # dropout: the seed, the largest word that drops a weight, 1 / (1 - p)
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -211,7 +212,7 @@ def backward_kernel(
                 if DROPOUT:
                     keep = kept(seed, last_dropped, batch, head, rows[:, None], columns[None, :])
                     dropped_p = tl.where(keep, p, 0.0)
-                    dp = tl.where(keep, dp * keep_scale, 0.0)
+                    dp = tl.where(keep, dp * kept_scale, 0.0)
                 dv = dot(tl.trans(rounded(dropped_p, do.dtype)), do, dv)
 
                 ds = rounded(tl.where(seen, p * (dp - delta[:, None]), 0.0), q.dtype)  # 0 also where a masked value made dp infinite
@@ -225,7 +226,7 @@ def backward_kernel(
         dk_tile = tile_at(dkey, (0, 0, DIM, 1), 0, 0, first_key, KEY_TILE, PADDED_DIM, False, 1)
         dv_tile = tile_at(dvalue, (0, 0, DIM, 1), 0, 0, first_key, KEY_TILE, PADDED_DIM, False, 1)
         store_tile(dk_tile, scale * dk, first_key, keys, DIM, KEY_TILE, PADDED_DIM)
-        store_tile(dv_tile, keep_scale * dv, first_key, keys, DIM, KEY_TILE, PADDED_DIM)
+        store_tile(dv_tile, kept_scale * dv, first_key, keys, DIM, KEY_TILE, PADDED_DIM)
         tl.debug_barrier()  # the next key tile reads the dQ that other threads of this program wrote
 
 
@@ -247,8 +248,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call, tile: Tiles) 
     row_max = torch.full(rows, -math.inf, dtype=torch.float32, device=query.device)
     row_sum = torch.zeros(rows, dtype=torch.float32, device=query.device)
     tensors = with_strides(query=query, key=key, value=value) | {"out": out, "row_max": row_max, "row_sum": row_sum}
-    sizes = {"heads": call.heads, "groups": call.groups, "queries": call.queries, "keys": call.keys, "offset": call.offset}
-    arguments = tensors | sizes | _scaling(call) | _dropout(call) | _constants(call, tile)
+    arguments = tensors | {"heads": call.heads} | _arguments(call, tile)
     Launch(forward_kernel, (call.batch * call.heads,), arguments, **options(query.dtype)).run()
     return Forward(out.to(query.dtype), row_max, row_sum)
 
@@ -259,8 +259,7 @@ def backward(query: Tensor, key: Tensor, value: Tensor, dout: Tensor, saved: For
     dkey = torch.empty(key.shape, dtype=key.dtype, device=key.device)
     dvalue = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     tensors = with_strides(query=query, key=key, value=value, dout=dout) | saved._asdict() | {"dquery": dquery, "dkey": dkey, "dvalue": dvalue}
-    sizes = {"kv_heads": call.kv_heads, "groups": call.groups, "queries": call.queries, "keys": call.keys, "offset": call.offset, "scale": call.scale}
-    arguments = tensors | sizes | _scaling(call) | _dropout(call) | _constants(call, tile)
+    arguments = tensors | {"kv_heads": call.kv_heads, "scale": call.scale} | _arguments(call, tile)
     Launch(backward_kernel, (call.batch * call.kv_heads,), arguments, **options(query.dtype)).run()
     return dquery.to(query.dtype), dkey, dvalue
 
@@ -274,24 +273,10 @@ def options(dtype: torch.dtype) -> dict[str, int]:
     return {"num_warps": 8 if dtype == torch.float32 else 4, "num_stages": 1, "max_registers": 255}
 
 
-def _scaling(call: Call) -> dict[str, float]:
+def _arguments(call: Call, tile: Tiles) -> dict[str, Any]:
+    """What both kernels take."""
     scale = Scale.of(call.scale)
-    return {"sign": float(scale.sign), "exponent_scale": scale.exponent}
-
-
-def _dropout(call: Call) -> dict[str, float]:
-    return {"seed": call.dropout_seed, "last_dropped": max(call.dropout_threshold - 1, 0), "keep_scale": 1.0 / (1.0 - call.dropout_p)}
-
-
-def _constants(call: Call, tile: Tiles) -> dict[str, Any]:
-    return {
-        "CAUSAL": call.is_causal,
-        "DROPOUT": call.dropout_p > 0.0,
-        "DIM": call.dim,
-        "PADDED_DIM": padded_dim(call.dim),
-        "QUERY_TILE": tile.query,
-        "KEY_TILE": tile.key,
-    }
+    return call_arguments(call) | {"sign": float(scale.sign), "exponent_scale": scale.exponent, "QUERY_TILE": tile.query, "KEY_TILE": tile.key}
 
 
 class _Attention(torch.autograd.Function):
@@ -363,18 +348,7 @@ implementation = Implementation(
     name="triton.fa1",
     attention=attention,
     summary="FlashAttention-1 in Triton: outer loop over keys, the output rescaled in device memory at every step.",
-    supports=Supports(
-        causal=("top_left", "bottom_right"),
-        scale="finite",
-        grouped_heads=True,
-        cross_lengths=True,
-        strided=True,
-        dropout=True,
-        lse=True,
-        deterministic=True,
-        batch_invariant=True,
-        linear_memory=True,
-    ),
+    supports=OWN_KERNELS,
     arithmetic=arithmetic,
     missing=missing,
 )

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from impls.call import Call
 from impls.spec import Device
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -66,6 +67,17 @@ def times_sign(x, SIGN: tl.constexpr):
 
 
 @device_function
+def place(rows, heads, LENGTH: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """Where this program works: the first row of its tile of LENGTH rows, its head and its batch. LAST_FIRST: the last tile of a head is taken first."""
+    tiles = (rows + LENGTH - 1) // LENGTH
+    program = tl.program_id(0)
+    tile = program % tiles
+    if LAST_FIRST:
+        tile = tiles - 1 - tile
+    return tile * LENGTH, program // tiles % heads, program // tiles // heads
+
+
+@device_function
 def head_of(pointer, strides, batch, head, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr):
     """Where one head of a [batch, heads, length, dim] tensor lies: its start, the offsets of a tile [LENGTH, PADDED_DIM], the stride from row to row.
 
@@ -83,7 +95,13 @@ def head_of(pointer, strides, batch, head, LENGTH: tl.constexpr, PADDED_DIM: tl.
 @device_function
 def tile_at(pointer, strides, batch, head, row, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr):
     """Pointers to the tile [LENGTH, PADDED_DIM] that starts at one row of one head."""
-    start, offsets, stride = head_of(pointer, strides, batch, head, LENGTH, PADDED_DIM, WIDE, UNIT)
+    return tile_of(head_of(pointer, strides, batch, head, LENGTH, PADDED_DIM, WIDE, UNIT), row)
+
+
+@device_function
+def tile_of(head, row):
+    """Pointers to the tile that starts at one row of a head, as `head_of` gives it."""
+    start, offsets, stride = head
     return start + row * stride + offsets
 
 
@@ -112,6 +130,24 @@ def store_tile(pointers, tile, first_row, rows, DIM: tl.constexpr, LENGTH: tl.co
     if DIM != PADDED_DIM:
         mask = mask & (tl.arange(0, PADDED_DIM) < DIM)[None, :]
     tl.store(pointers, rounded(tile, pointers.dtype.element_ty), mask=mask)
+
+
+@device_function
+def load_rows(
+    pointer, strides, batch, head, row, rows,
+    DIM: tl.constexpr, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """The tile [LENGTH, PADDED_DIM] that starts at one row of one head of a tensor with `rows` rows to a head."""
+    return load_tile(tile_at(pointer, strides, batch, head, row, LENGTH, PADDED_DIM, WIDE, UNIT), row, rows, DIM, LENGTH, PADDED_DIM, True)
+
+
+@device_function
+def store_rows(
+    pointer, strides, tile, batch, head, row, rows,
+    DIM: tl.constexpr, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Rounds a float32 tile and stores it where `load_rows` would load one."""
+    store_tile(tile_at(pointer, strides, batch, head, row, LENGTH, PADDED_DIM, WIDE, UNIT), tile, row, rows, DIM, LENGTH, PADDED_DIM)
 
 
 @device_function
@@ -172,6 +208,23 @@ def with_strides(**tensors: Tensor) -> dict[str, Any]:
     wide = any(256 * (row + column) >= 2**31 for _, _, row, column in strides.values())
     counted = {f"{name}_strides": (batch // unit, head // unit, row // unit, column) for name, (batch, head, row, column) in strides.items()}
     return tensors | counted | {"WIDE": wide, "UNIT": unit}
+
+
+def call_arguments(call: Call) -> dict[str, Any]:
+    """What of a call every kernel takes alike: its sizes, its dropout, and the constants that follow from them."""
+    return {
+        "groups": call.groups,
+        "queries": call.queries,
+        "keys": call.keys,
+        "offset": call.offset,
+        "seed": call.dropout_seed,
+        "last_dropped": max(call.dropout_threshold - 1, 0),
+        "kept_scale": 1.0 / (1.0 - call.dropout_p),
+        "CAUSAL": call.is_causal,
+        "DROPOUT": call.dropout_p > 0.0,
+        "DIM": call.dim,
+        "PADDED_DIM": padded_dim(call.dim),
+    }
 
 
 @dataclass(frozen=True)

@@ -123,15 +123,15 @@ EVERY = pytest.mark.parametrize(("implementation", "direction"), FORMULAS)
 @functools.cache
 def count(shape: Shape) -> Bytes:
     """Runs the kernels with tiles of the shape's sizes and counts."""
-    from impls.triton import fa1, fa2
+    from impls.triton import fa1, fa2, flash
     from impls.triton.primitives import INTERPRETED
 
     if not INTERPRETED.value:
         pytest.skip("Triton: not interpreted")
-    tile = fa2.Tile(shape.query_tile, shape.key_tile, num_warps=4, num_stages=1)
+    tile = flash.Tile(shape.query_tile, shape.key_tile, num_warps=4, num_stages=1)
     sizes: dict[str, tuple[Any, Any]] = {
         "triton.fa1": (fa1, fa1.Tiles(shape.query_tile, shape.key_tile)),
-        "triton.fa2": (fa2, fa2.Tiles(tile, tile, tile)),
+        "triton.fa2": (fa2, flash.Tiles(tile, tile, tile)),
     }
     module, tiles = sizes[shape.implementation]
     generator = torch.Generator().manual_seed(0)

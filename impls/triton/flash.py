@@ -1,0 +1,128 @@
+"""How the kernels of FlashAttention-2 are launched, whatever tiles their loops visit: tiles, grids and arguments, and the forward and the backward as launches.
+
+`fa2.py` and `block_sparse.py` hand their three kernels in, and `visits`, the further arguments that tell the loops of a kernel where to go.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from impls.call import Call
+from impls.spec import Arithmetic, Device, Dtype
+from impls.triton.primitives import Launch, Scale, call_arguments, padded_dim, with_strides
+from impls.triton.steps import delta_kernel
+
+# ------------------------------------------------------------------------------------------------------------------------------ tiles
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries and keys of one step, and how the kernel that takes such steps is compiled."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of the three kernels that have a loop."""
+
+    forward: Tile
+    dkey_dvalue: Tile
+    dquery: Tile
+
+
+# With dropout in 16 bit, up to dim 128: the ten rounds of Philox need registers of their own.
+DROPOUT_TILES = Tiles(forward=Tile(128, 32, 8, 3), dkey_dvalue=Tile(32, 64, 8, 2), dquery=Tile(64, 32, 8, 2))
+# Interpreted, a step takes as long whatever its size, so one large tile serves all. Its sides differ, so that the diagonal cuts it in more ways than one.
+INTERPRETED_TILES = Tiles(forward=Tile(128, 64, 4, 1), dkey_dvalue=Tile(64, 128, 4, 1), dquery=Tile(128, 64, 4, 1))
+
+
+def tiles_of(table: Mapping[tuple[int, int], Tiles], dtype: torch.dtype, dim: int, dropout: bool, interpreted: bool) -> Tiles:
+    """The tiles for a dtype and head dim, from a table by the bits of the dtype and the largest head dim that an entry serves.
+
+    The batch and the lengths have no say, so a slice of a batch is computed as it is in the batch.
+    """
+    if interpreted:
+        return INTERPRETED_TILES
+    if dropout and dtype.itemsize == 2 and dim <= 128:
+        return DROPOUT_TILES
+    return table[8 * dtype.itemsize, max(64, padded_dim(dim))]
+
+
+def arithmetic_of(tiles: Callable[[torch.dtype, int, bool, bool], Tiles]) -> Callable[[Dtype, Device], Arithmetic]:
+    """The arithmetic of kernels with these tiles. They differ between head dims; the smallest make the most steps, so they are the ones claimed."""
+
+    def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
+        chosen = [tiles(getattr(torch, dtype), dim, dropout, device == "cpu") for dim in (64, 128, 256) for dropout in (False, True)]
+        return Arithmetic(
+            accumulate="tensor_core" if device == "cuda" and dtype != "float32" else "fma",
+            key_tile=min(tile.keys for each in chosen for tile in (each.forward, each.dquery)),
+            query_tile=min(each.dkey_dvalue.queries for each in chosen),
+        )
+
+    return arithmetic
+
+
+# --------------------------------------------------------------------------------------------------------------------------- launches
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A kernel that has a loop, its tile, and what further arguments tell the loop where to go."""
+
+    kernel: Any
+    tile: Tile
+    visits: Mapping[str, Any] = field(default_factory=dict)
+
+
+def forward(loop: Loop, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse). One program for each tile of queries of each head."""
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    arguments = with_strides(query=query, key=key, value=value, out=out) | {"lse": lse, "heads": call.heads, "exponent_scale": Scale.of(call.scale).exponent}
+    _launch(loop, call, triton.cdiv(call.queries, loop.tile.queries) * call.heads * call.batch, arguments).run()
+    return out, lse
+
+
+def backward(
+    of_keys: Loop, of_queries: Loop, call: Call, needed: Sequence[bool], dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dquery, dkey, dvalue), those that are needed.
+
+    delta comes first. Then dK and dV, one program for each tile of keys of each key head, and dQ, one for each tile of queries of each head.
+    """
+    delta = torch.empty_like(lse)
+    delta_launch(call, out, dout, delta).run()
+    dquery = dkey = dvalue = None
+    shared = {"lse": lse, "delta": delta, "scale": call.scale}
+    if needed[1] or needed[2]:
+        dkey, dvalue = (torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in range(2))
+        arguments = with_strides(query=query, key=key, value=value, dout=dout, dkey=dkey, dvalue=dvalue) | shared | {"kv_heads": call.kv_heads}
+        _launch(of_keys, call, triton.cdiv(call.keys, of_keys.tile.keys) * call.kv_heads * call.batch, arguments).run()
+    if needed[0]:
+        dquery = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        arguments = with_strides(query=query, key=key, value=value, dout=dout, dquery=dquery) | shared | {"heads": call.heads}
+        _launch(of_queries, call, triton.cdiv(call.queries, of_queries.tile.queries) * call.heads * call.batch, arguments).run()
+    return dquery, dkey, dvalue
+
+
+def delta_launch(call: Call, out: Tensor, dout: Tensor, delta: Tensor) -> Launch:
+    """One program for each 16 queries of each head. Fills delta."""
+    arguments = with_strides(out=out, dout=dout) | {"delta": delta, "heads": call.heads, "queries": call.queries}
+    constants = {"DIM": call.dim, "PADDED_DIM": padded_dim(call.dim), "QUERIES": 16}
+    return Launch(delta_kernel, (triton.cdiv(call.queries, 16) * call.heads * call.batch,), arguments | constants, num_warps=4, num_stages=1)
+
+
+def _launch(loop: Loop, call: Call, programs: int, arguments: dict[str, Any]) -> Launch:
+    """Adds what the three kernels that recompute or compute weights take alike."""
+    scale = Scale.of(call.scale)
+    tile = loop.tile
+    alike = {"magnitude": scale.magnitude, "SIGN": scale.sign, "QUERIES": tile.queries, "KEYS": tile.keys}
+    return Launch(loop.kernel, (programs,), arguments | dict(loop.visits) | call_arguments(call) | alike, tile.num_warps, tile.num_stages)
