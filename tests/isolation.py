@@ -52,7 +52,6 @@ Message = tuple[Literal["record", "calling", "back", "report", "done"], object]
 class Job:
     """A check of one implementation, dtype and device, to be run by a host."""
 
-    index: int  # in the collected items
     item: pytest.Item
     owner: str  # the stranger, or "" for all of the catalogue: a host serves one owner
     cases: list[str]
@@ -102,12 +101,13 @@ class Guest:
 
     def serve(self, session: pytest.Session) -> None:
         """Runs checks until no more come."""
+        items = {item.nodeid: item for item in session.items}
         while True:
             try:
-                index, self.after = self.connection.recv()
+                name, self.after = self.connection.recv()
             except EOFError:
                 return
-            item = session.items[index]
+            item = items[name]
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
             self.say("done")
 
@@ -198,7 +198,7 @@ class Hosts:
         enter: is told, in a fork, that it is now a host. spawns: hosts are no forks."""
         self.session, self.config = session, session.config
         self.limit, self.record, self.failed, self.enter, self.run_name = limit, record, failed, enter, run
-        self.jobs = deque(Job(index, item, *describe(item)) for index, item in enumerate(session.items))
+        self.jobs = deque(Job(item, *describe(item)) for item in session.items)
         self.spawns = spawns
         self.slots: list[Host | None] = [None] * max(1, min(count, len(self.jobs)))
         self.hangs: dict[str, int] = {}
@@ -248,7 +248,7 @@ class Hosts:
                 host = self.slots[slot] = Host(job.owner, self._spawn if self.spawns else self._fork)
             host.job, host.calling, host.since, host.worked, job.current = job, False, time.monotonic(), None, ""
             with suppress(OSError):  # it has died, and is about to be looked after
-                host.connection.send((job.index, job.after))
+                host.connection.send((job.item.nodeid, job.after))
             return
 
     def _hear(self, host: Host) -> None:
