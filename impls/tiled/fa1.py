@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from impls.call import Call, check_call
-from impls.spec import Alignment, Arithmetic, Device, Dtype, Implementation, Supports
+from impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
 from impls.tiled.primitives import as_operand, dropped, hidden, ieee_products, on_chip, only, oriented, tiles, visible
 
 ON_CHIP = 32 * 1024  # M: float32 numbers in 128 KiB, the shared memory of one multiprocessor
@@ -157,18 +157,7 @@ def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
 implementation = Implementation(
     name="tiled.fa1",
     attention=attention,
-    supports=Supports(
-        causal=("top_left", "bottom_right"),
-        scale="finite",
-        grouped_heads=True,
-        cross_lengths=True,
-        strided=True,
-        dropout=True,
-        lse=True,
-        deterministic=True,
-        batch_invariant=True,
-        linear_memory=True,
-    ),
+    supports=OWN_KERNELS,
     arithmetic=arithmetic,
     summary="FlashAttention-1 in plain PyTorch: key tiles outside, the output rescaled at each step.",
 )

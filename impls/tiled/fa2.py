@@ -8,6 +8,7 @@ no atomics and the sums have a fixed order.
 Shapes: Br = QUERY_TILE queries, Bc = KEY_TILE keys, d = head dim; the last tile of a length is as short as it is.
 """
 
+from functools import partial
 from itertools import product
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from impls.call import Call, check_call
-from impls.spec import Alignment, Arithmetic, Device, Dtype, Implementation, Supports
-from impls.tiled.primitives import as_operand, dropped, hidden, ieee_products, on_chip, only, oriented, tiles, visible
+from impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
+from impls.tiled.primitives import as_operand, deltas, dropped, hidden, ieee_products, on_chip, only, oriented, recomputed, tiles, visible
 
 QUERY_TILE = 128
 KEY_TILE = 128
@@ -110,20 +111,9 @@ def backward(
 ) -> tuple[Float[Tensor, "batch heads queries dim"], Float[Tensor, "batch kv_heads keys dim"], Float[Tensor, "batch kv_heads keys dim"]]:
     """Algorithm 2: the gradients, each summed in float32 and rounded once to the input dtype."""
     dquery, dkey, dvalue = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-    delta = torch.empty_like(lse)  # rowsum(dO o O) = rowsum(P o dP): what the normalisation takes from each gradient of a weight
-    for b, h in product(range(call.batch), range(call.heads)):
-        for rows in tiles(call.queries, QUERY_TILE):
-            delta[b, h, rows] = (on_chip(dout[b, h, rows]) * on_chip(out[b, h, rows])).sum(dim=1)
-
-    def step(b: int, h: int, rows: slice, cols: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """P after dropout and dS [Br, Bc], and the tiles that they are multiplied with: q, dO [Br, d], k [Bc, d]."""
-        q, do = on_chip(query[b, h, rows]), on_chip(dout[b, h, rows])
-        k, v = on_chip(key[b, h // call.groups, cols]), on_chip(value[b, h // call.groups, cols])
-        seen = visible(rows, cols, call, q.device)
-        weights = only(seen, torch.exp((q @ k.T) * call.scale - lse[b, h, rows, None]), 0.0)
-        dweights = dropped(do @ v.T, b, h, rows, cols, call) / (1.0 - call.dropout_p)
-        dscores = only(seen, weights * (dweights - delta[b, h, rows, None]), 0.0)
-        return as_operand(dropped(weights, b, h, rows, cols, call), query.dtype), as_operand(dscores, query.dtype), q, do, k
+    delta = deltas(out, dout, call, QUERY_TILE)
+    # step(b, h, rows, cols): P after dropout and dS [Br, Bc], and the tiles that they are multiplied with: q, dO [Br, d], k [Bc, d].
+    step = partial(recomputed, query, key, value, dout, lse, delta, call)
 
     for b, g in product(range(call.batch), range(call.kv_heads)):
         for cols in tiles(call.keys, KEY_TILE):
@@ -157,18 +147,7 @@ def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
 implementation = Implementation(
     name="tiled.fa2",
     attention=attention,
-    supports=Supports(
-        causal=("top_left", "bottom_right"),
-        scale="finite",
-        grouped_heads=True,
-        cross_lengths=True,
-        strided=True,
-        dropout=True,
-        lse=True,
-        deterministic=True,
-        batch_invariant=True,
-        linear_memory=True,
-    ),
+    supports=OWN_KERNELS,
     arithmetic=arithmetic,
     summary="FlashAttention-2 in plain PyTorch: query tiles outside, one division at the end.",
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 
 import torch
 from jaxtyping import Bool, Float, Float32
@@ -53,6 +54,31 @@ def dropped(weights: Float32[Tensor, "Br Bc"], b: int, h: int, rows: slice, cols
     if call.dropout_p == 0.0:
         return weights
     return torch.where(kept(call.dropout_seed, call.dropout_threshold, b, h, rows, cols, weights.device), weights, 0.0)
+
+
+def deltas(out: Tensor, dout: Tensor, call: Call, query_tile: int) -> Float32[Tensor, "batch heads queries"]:
+    """rowsum(dO o O) = rowsum(P o dP): what the normalisation takes from each gradient of a weight."""
+    delta = out.new_empty(out.shape[:3], dtype=torch.float32)
+    for b, h in product(range(call.batch), range(call.heads)):
+        for rows in tiles(call.queries, query_tile):
+            delta[b, h, rows] = (on_chip(dout[b, h, rows]) * on_chip(out[b, h, rows])).sum(dim=1)
+    return delta
+
+
+def recomputed(
+    query: Tensor, key: Tensor, value: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, call: Call, b: int, h: int, rows: slice, cols: slice
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """A step of the backward pass of FlashAttention-2: the weights again, P = exp(S - LSE), and dS = P o (dP - delta).
+
+    P after dropout and dS [Br, Bc], and the tiles that they are multiplied with: q, dO [Br, d], k [Bc, d].
+    """
+    q, do = on_chip(query[b, h, rows]), on_chip(dout[b, h, rows])
+    k, v = on_chip(key[b, h // call.groups, cols]), on_chip(value[b, h // call.groups, cols])
+    seen = visible(rows, cols, call, q.device)
+    weights = only(seen, torch.exp((q @ k.T) * call.scale - lse[b, h, rows, None]), 0.0)
+    dweights = dropped(do @ v.T, b, h, rows, cols, call) / (1.0 - call.dropout_p)
+    dscores = only(seen, weights * (dweights - delta[b, h, rows, None]), 0.0)
+    return as_operand(dropped(weights, b, h, rows, cols, call), query.dtype), as_operand(dscores, query.dtype), q, do, k
 
 
 @contextmanager
