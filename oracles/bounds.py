@@ -290,9 +290,9 @@ class _Sums:
         final = {
             "out": bound.out,
             "lse": bound.lse,
-            "dq": bound.dq + torch.where(seen, (u.u_o + 2.0 * u.u_a) * answer.dq.abs() + u.tiny, 0.0),
-            "dk": bound.dk + (u.u_o + 2.0 * u.u_a) * answer.dk.abs() + u.tiny,
-            "dv": bound.dv + u.u_o * answer.dv.abs() + u.tiny,
+            "dq": bound.dq + torch.where(seen, (u.u_o + 2.0 * u.u_a) * answer.dq.abs() + (1 + u.sixteen_bit_steps) * u.tiny, 0.0),
+            "dk": bound.dk + (u.u_o + 2.0 * u.u_a) * answer.dk.abs() + (1 + u.sixteen_bit_steps * self.problem.groups) * u.tiny,
+            "dv": bound.dv + u.u_o * answer.dv.abs() + (1 + u.sixteen_bit_steps * self.problem.groups) * u.tiny,
         }
         return Attention(**{name: SECOND_ORDER * tensor for name, tensor in final.items()})
 

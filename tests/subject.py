@@ -133,14 +133,16 @@ class Subject:
     # ------------------------------------------------------------------------------------------------ search
 
     def search(self, names: tuple[TensorName, ...], strategy: st.SearchStrategy[Case]) -> None:
-        """Lets Hypothesis look for a case that fails, climbing on rho, and shrinks what it finds. Only the worst case is recorded."""
+        """Lets Hypothesis look for a case that fails, climbing on each tensor's rho, and shrinks what it finds. Only the worst case is recorded."""
         worst: tuple[float, list[Judged], Case, float] | None = None
         failed: list[tuple[list[Judged], Case, float, str]] = []
+        search, tried = profiles.Search(), 0
 
-        @profiles.search
-        @hypothesis.given(strategy)
         def attempt(case: Case) -> None:
-            nonlocal worst
+            nonlocal worst, tried
+            if search.is_over and not failed:  # what has failed is shrunk, however late it is
+                return
+            tried += 1
             backward = not set(names) <= set(FORWARD)
             try:
                 answer = attend(self.implementation, case, inputs(case, self.device), backward=backward)
@@ -159,9 +161,10 @@ class Subject:
                 failed.append(([], case, 0.0, "the output carries no gradient, and backward is claimed"))
                 raise AssertionError("no gradient")
             verdicts = judging.judge(answer, case, self.implementation.arithmetic(self.dtype, self.device), names)
+            for judged in verdicts:
+                if math.isfinite(judged.worst_rho):
+                    hypothesis.target(judged.worst_rho, label=judged.tensor)
             rho = max((judged.worst_rho for judged in verdicts), default=0.0)
-            if math.isfinite(rho):
-                hypothesis.target(rho, label="rho")
             if worst is None or rho >= worst[0]:
                 worst = (rho, verdicts, case, answer.seconds)
             if not all(judged.passed for judged in verdicts):
@@ -169,7 +172,8 @@ class Subject:
                 raise AssertionError(f"rho {rho:.3g}")
 
         try:
-            attempt()
+            for _ in search.runs():
+                search.decorated(hypothesis.given(strategy)(attempt))()
         except (AssertionError, hypothesis.errors.Flaky, ExceptionGroup):
             if not failed:
                 raise  # not of the kernel: the search itself is at fault
@@ -182,7 +186,7 @@ class Subject:
         if worst is not None:
             _, verdicts, case, seconds = worst
             for judged in verdicts:
-                self._record_judged(judged, case, seconds, {})
+                self._record_judged(judged, case, seconds, {}, f"the worst of {wording.plural(tried, 'case')}")
 
     # ------------------------------------------------------------------------------------------------ records and words
 
@@ -212,7 +216,7 @@ class Subject:
                 exact=figure(worst.exact),
                 error=figure(worst.error),
                 bound=figure(worst.bound),
-                note="" if judged.passed else judging.describe_row(case, self.device, worst.index, judged.tensor),
+                note=note if judged.passed else judging.describe_row(case, self.device, worst.index, judged.tensor),
             ),
             "seconds": seconds,
             "axes": axes,
