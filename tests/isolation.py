@@ -171,7 +171,7 @@ class Host:
             if Path(file).parent == SUITE or Path(file) == check:  # below stands who called the kernel
                 break
             if not (file.startswith("<") or "site-packages" in file or "/lib/python" in file):
-                return f", at {file}, line {line}, in {function}"
+                return f", at {os.path.relpath(file) if file.startswith(os.getcwd()) else file}, line {line}, in {function}"
         if frames:
             return ", while no line of its Python ran"
         said = [line for line in text.splitlines() if line.strip()]
@@ -186,7 +186,7 @@ class Hosts:
         session: pytest.Session,
         *,
         count: int,
-        limit: Callable[[pytest.Item], float],
+        limit: Callable[[pytest.Item, bool], float],
         describe: Callable[[pytest.Item], tuple[str, list[str]]],
         record: Callable[[Record], None],
         failed: Callable[[pytest.Item, str, str], str],
@@ -194,8 +194,8 @@ class Hosts:
         run: str,
         spawns: bool,
     ) -> None:
-        """limit: seconds for a call. describe: an item's owner and its cases. failed: records a failure of a case with a message, and words it.
-        enter: is told, in a fork, that it is now a host. spawns: hosts are no forks."""
+        """limit: seconds for a call, or for the first one of a kernel. describe: an item's owner and its cases. failed: records a failure of a case with a
+        message, and words it. enter: is told, in a fork, that it is now a host. spawns: hosts are no forks."""
         self.session, self.config = session, session.config
         self.limit, self.record, self.failed, self.enter, self.run_name = limit, record, failed, enter, run
         self.jobs = deque(Job(item, *describe(item)) for item in session.items)
@@ -295,11 +295,11 @@ class Hosts:
                 self._lose(host, _how(status, host.calling), spoilt=status == SPOILT)
             return
         hangs = self.hangs.get(job.owner, 0)
-        seconds = self.limit(job.item)
+        seconds = self.limit(job.item, job.owner not in self.slowest and not hangs)
         if hangs:  # but never less than four times what its slowest call took
             seconds = min(seconds, max(seconds / 4**hangs, 4 * self.slowest.get(job.owner, 0.0)))
         if not host.calling:
-            seconds = SILENCE * self.limit(job.item)
+            seconds = SILENCE * self.limit(job.item, False)
         if not self._is_overdue(host, seconds):
             return
         os.kill(host.pid, signal.SIGUSR1)  # faulthandler writes the stack, whoever holds the interpreter's lock
@@ -337,7 +337,9 @@ class Hosts:
             job.after = job.reached
             self.jobs.appendleft(job)
         else:
-            self._report(job, "failed", "\n\n".join(job.blocks))
+            rest = len(job.cases) - job.reached - 1 if known else 0
+            left = [f"the other {rest} cases of this check were left out"] if rest else []
+            self._report(job, "failed", "\n\n".join(job.blocks + left))
 
     def _report(self, job: Job, outcome: Literal["failed", "skipped"], words: str | tuple[str, None, str]) -> None:
         report = pytest.TestReport(

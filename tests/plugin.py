@@ -24,7 +24,6 @@ import torch
 from impls import catalogue
 from impls.spec import DTYPES, Device, Dtype, Implementation
 from reports import wording
-from reports import wording
 from reports.evidence import size, worst_rho
 from reports.record import Absence, Claim, Environment, Judgement, Record, append
 from tests import profiles
@@ -60,7 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 HOSTS = pytest.StashKey[int]()  # how many processes run the kernels of strangers; none: this one does
-TIME_LIMITS: dict[Device, int] = {"cpu": 40, "cuda": 120}  # a first call may compile
+TIME_LIMITS: dict[Device, int] = {"cpu": 30, "cuda": 120}  # a call may compile; the first one of a kernel has twice as long
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -151,7 +150,7 @@ class State:
         self.timed: bool = config.getoption("--benchmark-only", default=False)  # benchmarks verify nothing
         worker = getattr(config, "workerinput", None)
         host: str | None = config.getoption("--host")
-        self.run: str = worker["flashproof_run"] if worker else host.split(",")[3] if host else _run_name()
+        self.run: str = worker["flashproof_run"] if worker else host.split(",")[3] if host else run_name()
         self.guest = Guest.spawned(host) if host else None  # set in a host: what it finds goes to the main process
         self.is_worker = worker is not None or host is not None
         self.hosts = config.stash.get(HOSTS, 0)
@@ -203,7 +202,7 @@ class State:
     def record(self, record: Record) -> None:
         """Appends a record, behind the environment that the run's file begins with."""
         if not self.written:
-            append(self.path, _environment(self.run))
+            append(self.path, environment(self.run))
         append(self.path, record)
         self.written += 1
         if isinstance(record, Judgement) and record.status == "passed":
@@ -219,7 +218,8 @@ class State:
 STATE = pytest.StashKey[State]()
 
 
-def _run_name() -> str:
+def run_name() -> str:
+    """A name for a run, its own on any machine."""
     return f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
 
 
@@ -458,9 +458,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         record(judgement)
         return wording.failure_block(judgement)
 
-    def limit(item: pytest.Item) -> float:
+    def limit(item: pytest.Item, first: bool) -> float:
         target = _target(item)
-        return session.config.getoption("--time-limit") or TIME_LIMITS[target.device if target else "cpu"]
+        return session.config.getoption("--time-limit") or (2 if first else 1) * TIME_LIMITS[target.device if target else "cpu"]
 
     def describe(item: pytest.Item) -> tuple[str, list[str]]:
         target, marker = _target(item), item.get_closest_marker("check")
@@ -550,7 +550,8 @@ def _claim(state: State, implementation: Implementation) -> Claim:
     )
 
 
-def _environment(run: str) -> Environment:
+def environment(run: str) -> Environment:
+    """Where and when a run takes place."""
     cuda = torch.cuda.is_available()
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for module in ("triton", "hypothesis", "flint", "mpmath"):

@@ -144,7 +144,7 @@ def test_what_was_ignored(tmp_path: Path) -> None:
 def test_spawned(tmp_path: Path) -> None:
     """The same where processes are started as on a machine with a GPU."""
     said = {kernel: SAID[kernel] for kernel in SPAWNED}
-    check(run(tmp_path, said, PLAIN, "tests", "-k", "test_answers or test_forward or test_run_to_run", "--spawn"), said, INNOCENT)
+    check(run(tmp_path, said, PLAIN, CALLS, "-k", "test_answers or test_calls_agree", "--spawn"), said, INNOCENT)
 
 
 @pytest.mark.gpu
