@@ -7,6 +7,7 @@ arithmetic, never through a library's normal generator.
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, get_args
 
 import numpy as np
@@ -193,6 +194,17 @@ def inputs(case: Case, device: str | torch.device = "cpu", outside: float = math
 
     outside: what the memory around the tensors and between their rows holds.
     """
+    tensors = [
+        _laid_out(tensor, _MIXED[name] if case.layout == "mixed" else case.layout, device, outside)
+        for name, tensor in zip(("query", "key", "value", "dout"), _tensors(case), strict=True)
+    ]
+    query, key, value, dout = tensors
+    return Inputs(query, key, value, dout, _block_mask(case, device))
+
+
+@lru_cache(maxsize=8)  # a case is built several times in a row: for the kernel, for the oracle, for the rows that are looked at again
+def _tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The numbers of a case in its dtype, contiguous, on the CPU: query, key, value, dout. They are copied from, never handed out."""
     query = _normal(case, 0, (case.batch, case.heads, case.queries, case.dim))
     key = _normal(case, 1, (case.batch, case.kv_heads, case.keys, case.dim))
     value = _normal(case, 2, (case.batch, case.kv_heads, case.keys, case.dim))
@@ -223,12 +235,7 @@ def inputs(case: Case, device: str | torch.device = "cpu", outside: float = math
         # The first coordinate is the same in every query and in every key: it adds one constant to all scores.
         query[..., 0], key[..., 0] = _factors(case.shift, scale)
     dtype = getattr(torch, case.dtype)
-    tensors = [
-        _laid_out(_rounded(name, numbers, dtype), _MIXED[name] if case.layout == "mixed" else case.layout, device, outside)
-        for name, numbers in (("query", query), ("key", key), ("value", value), ("dout", dout))
-    ]
-    query_tensor, key_tensor, value_tensor, dout_tensor = tensors
-    return Inputs(query_tensor, key_tensor, value_tensor, dout_tensor, _block_mask(case, device))
+    return _rounded("query", query, dtype), _rounded("key", key, dtype), _rounded("value", value, dtype), _rounded("dout", dout, dtype)
 
 
 def _factors(score: float, scale: float) -> tuple[float, float]:

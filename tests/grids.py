@@ -258,7 +258,7 @@ _LIFTS: dict[Family, tuple[float, ...]] = {"spike": (8.0, 30.0, 3.0, 12.0, -100.
 def _dims(supports: Supports) -> list[int]:
     """The head dims to draw from: the usual ones that are claimed, or the smallest claimed."""
     smallest, largest = supports.dims
-    usual = [dim for dim in (8, 16, 32, 40, 64, 80, 128) if smallest <= dim <= largest and dim % supports.dim_multiple == 0]
+    usual = [dim for dim in (16, 40, 64, 128) if smallest <= dim <= largest and dim % supports.dim_multiple == 0]
     return usual or [smallest]
 
 

@@ -51,7 +51,8 @@ CLOCK = Clock()
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A benchmark for each implementation of a GPU that claims the shape."""
-    targets = [t for t in metafunc.config.stash[STATE].targets if t.device == "cuda" and t.implementation and not t.missing]
+    state = metafunc.config.stash[STATE]
+    targets = [t for t in state.targets if state.timed and t.device == "cuda" and t.implementation and not t.missing]
     found = [
         (t.name, t.dtype, direction, line)
         for line in SHAPES
