@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from reports.record import Absence, Claim, Curve, Environment, Judgement, Memory, Record, Resources, Traffic, read
+from reports.record import Absence, Claim, Curve, Environment, Judge, Judgement, Memory, Record, Resources, Specimen, Traffic, Trial, read
 
 DTYPES = ("float32", "float16", "bfloat16")
 TENSORS = ("out", "lse", "dq", "dk", "dv")
@@ -78,6 +78,17 @@ class Evidence:
     checks: tuple[str, ...]  # "accuracy/forward"
     dtypes: tuple[str, ...]  # those that were judged
     machines: tuple[Machine, ...] = field(default=())
+    mutation: "Mutation | None" = None
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """What the suite was tried on, in the last run that tried it."""
+
+    environment: Environment
+    judges: tuple[Judge, ...]
+    specimens: tuple[Specimen, ...]
+    trials: tuple[Trial, ...]
 
 
 def severity(judged: Judged) -> tuple[int, float]:
@@ -155,7 +166,7 @@ def _merged(records: list[Record], environments: dict[str, Environment]) -> Evid
     absences = [(r, _asked(r, machine(r), environments[r.run])) for r in records if isinstance(r, Absence)]
     claims = [r for r in records if isinstance(r, Claim)]
 
-    named = [r for r in records if not isinstance(r, Environment | Curve)]
+    named = [r for r in records if not isinstance(r, Environment | Curve | Specimen | Judge | Trial)]
     kernels = []
     for name in sorted({r.implementation for r in named}):
         own = [j for j in judged if j.judgement.implementation == name]
@@ -200,6 +211,20 @@ def _merged(records: list[Record], environments: dict[str, Environment]) -> Evid
         checks=tuple(sorted(checks, key=_check_order)),
         dtypes=tuple(sorted(dtypes, key=dtype_order)),
         machines=tuple(sorted({machine for kernel in kernels for machine in kernel.machines} | {machine for _, machine in curves})),
+        mutation=_mutation(records, environments),
+    )
+
+
+def _mutation(records: list[Record], environments: dict[str, Environment]) -> Mutation | None:
+    runs = [record.run for record in records if isinstance(record, Specimen)]
+    if not runs:
+        return None
+    last = [record for record in records if record.run == runs[-1]]
+    return Mutation(
+        environment=environments[runs[-1]],
+        judges=tuple(record for record in last if isinstance(record, Judge)),
+        specimens=tuple(record for record in last if isinstance(record, Specimen)),
+        trials=tuple(record for record in last if isinstance(record, Trial)),
     )
 
 

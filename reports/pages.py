@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jinja2
 from markupsafe import Markup, escape
 
-from reports import charts, tables, wording
-from reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, dtype_order, gather, severity, size
+from reports import charts, mutants, tables, wording
+from reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, Mutation, dtype_order, gather, severity, size
 from reports.record import Environment
 
 GENERATOR = "flashproof"  # marks the files that a later site may replace
@@ -28,6 +28,8 @@ def write_site(records_paths: Iterable[Path], directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     pages = {f"{wording.stem(kernel.name)}.html": kernel_page(kernel, evidence) for kernel in evidence.kernels}
     pages["index.html"] = index_page(evidence)
+    if evidence.mutation:
+        pages["mutants.html"] = mutants_page(evidence.mutation)
     for old in directory.glob("*.html"):
         if old.name not in pages and f'<meta name="generator" content="{GENERATOR}">' in old.read_text(encoding="utf-8", errors="replace")[:1000]:
             old.unlink()
@@ -67,8 +69,30 @@ def index_page(evidence: Evidence) -> str:
         matrix=tables.matrix(evidence),
         states=tables.STATES,
         largest=tables.largest_rows(evidence),
+        suite=mutants.scores(evidence.mutation, mutants.rows(evidence.mutation))[0] if evidence.mutation else None,
         figures=figures,
         missing=charts.missing(),
+    )
+
+
+def mutants_page(mutation: Mutation) -> str:
+    """What the suite caught of what it was tried on, beside the rules in use elsewhere."""
+    rows = mutants.rows(mutation)
+    suite, checks, others = mutants.scores(mutation, rows)
+    wrong = [row for row in rows if row.specimen.kind == "mutant"]
+    kinds = (("right kernels of other makes", "variant"), ("right kernels of the catalogue", "kernel"))
+    return _page("mutants.html").render(
+        mutation=mutation,
+        judges=mutation.judges,
+        key=mutants.key,
+        verdicts=mutants.VERDICTS,
+        suite=suite,
+        checks=checks,
+        others=others,
+        mutants=wrong,
+        survivors=[row for row in wrong if row.specimen.survives],
+        faults=[(fault, [row for row in wrong if row.specimen.fault == fault]) for fault in dict.fromkeys(row.specimen.fault for row in wrong)],
+        right=[(words, of_kind) for words, kind in kinds if (of_kind := [row for row in rows if row.specimen.kind == kind])],
     )
 
 

@@ -151,7 +151,46 @@ class Resources(msgspec.Struct, tag="resources", kw_only=True, frozen=True):
     shipped: bool  # at the tile sizes that are shipped
 
 
-Record = Environment | Claim | Judgement | Absence | Memory | Traffic | Curve | Resources
+class Specimen(msgspec.Struct, tag="specimen", kw_only=True, frozen=True):
+    """What the suite itself was tried on: a mutant, which it must reject, or a kernel that is right."""
+
+    run: str
+    name: str
+    kind: Literal["mutant", "variant", "kernel"]
+    fault: str = ""  # a mutant's class: "masks"
+    origin: str = ""  # a real fault of the same kind
+    says: str  # what is wrong, or done differently
+    of: str = ""  # the implementation that it is made of
+    patch: str = ""  # the text taken out and the text put in
+    check: str = ""  # that must reject it
+    survives: str = ""  # why no check rejects it; it is then not counted
+
+
+class Judge(msgspec.Struct, tag="judge", kw_only=True, frozen=True):
+    """What a specimen is tried by: a check of the suite, or a rule in use elsewhere over one set of inputs."""
+
+    run: str
+    name: str  # "accuracy/forward", "allclose 1e-2"
+    kind: Literal["check", "rule"]
+    inputs: Literal["ours", "theirs"] = "ours"  # of a rule: the suite's grid, or ordinary inputs as the suites that use it have them
+    says: str = ""
+    source: str = ""
+
+
+class Trial(msgspec.Struct, tag="trial", kw_only=True, frozen=True):
+    """What one judge said of one specimen in one dtype. What the specimen does not claim is not tried."""
+
+    run: str
+    specimen: str
+    judge: str
+    inputs: Literal["ours", "theirs"] = "ours"
+    dtype: str
+    rejected: bool
+    case: str = ""  # the first on which it was rejected
+    said: str = ""
+
+
+Record = Environment | Claim | Judgement | Absence | Memory | Traffic | Curve | Resources | Specimen | Judge | Trial
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)

@@ -128,7 +128,7 @@ def bias_line(judgement: Judgement) -> str:
 def stem(name: str) -> str:
     """A file name (less its suffix) and anchor for any name, on any file system: lower-case names of letters, digits, dots, dashes and underscores are kept,
     every other one is stripped to these and told apart by a digest."""
-    reserved = re.match(r"(index|con|prn|aux|nul|com\d|lpt\d)(\.|$)", name, re.IGNORECASE)
+    reserved = re.match(r"(index|mutants|con|prn|aux|nul|com\d|lpt\d)(\.|$)", name, re.IGNORECASE)
     if re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,79}", name) and not name.endswith(".") and not reserved:
         return name
     stripped = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:60]

@@ -120,6 +120,7 @@ def _package_at(name: str, folder: Path) -> Iterator[None]:
     loaded = {key: module for key, module in sys.modules.items() if key.startswith(f"{name}.")}
     for key in loaded:
         del sys.modules[key]
+        vars(package).pop(key.rpartition(".")[2], None)  # `from package import module` looks here first
     package.__path__[:] = [str(folder)]
     importlib.invalidate_caches()
     try:

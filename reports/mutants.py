@@ -1,0 +1,133 @@
+"""The tables of the mutants' page: what each judge rejects, pure functions from the trials to rows."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Literal
+
+from reports.evidence import Mutation
+from reports.record import Judge, Specimen, Trial
+
+Verdict = Literal["rejected", "in some dtypes", "let through", "false alarm", "accepted", "not tried"]
+
+VERDICTS: dict[Verdict, str] = {
+    "rejected": "a mutant, in every dtype in which it was tried",
+    "in some dtypes": "a mutant, in at least one of them",
+    "let through": "a mutant, in every dtype",
+    "accepted": "a kernel that is right",
+    "false alarm": "a kernel that is right, rejected in at least one dtype",
+    "not tried": "it does not claim what the check is for",
+}
+
+Key = tuple[str, str]  # of a judge: its name and its inputs
+
+
+def key(judge: Judge) -> Key:
+    """What tells a judge from the others."""
+    return judge.name, judge.inputs
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one judge said of one specimen, in all dtypes together."""
+
+    verdict: Verdict
+    dtypes: tuple[str, ...] = ()  # in which it was rejected
+    tried: int = 0
+    said: str = ""  # in the first of them
+
+
+@dataclass(frozen=True)
+class Row:
+    """One specimen. `first`: the check that rejects it before all others, in some dtype; `alone`: no other check does in that dtype."""
+
+    specimen: Specimen
+    dtypes: tuple[str, ...]
+    cells: dict[Key, Cell]
+    first: frozenset[str]
+    alone: frozenset[str]
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether any check of the suite rejects it."""
+        return bool(self.first)
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a mutant that the suite must reject."""
+        return self.specimen.kind == "mutant" and not self.specimen.survives
+
+
+def rows(mutation: Mutation) -> list[Row]:
+    """Every specimen, mutants by class of fault first."""
+    trials: defaultdict[str, list[Trial]] = defaultdict(list)
+    for trial in mutation.trials:
+        trials[trial.specimen].append(trial)
+    kinds = ("mutant", "variant", "kernel")
+    order = sorted(mutation.specimens, key=lambda specimen: (kinds.index(specimen.kind), specimen.fault))
+    return [_row(specimen, trials[specimen.name], mutation.judges) for specimen in order]
+
+
+def _row(specimen: Specimen, trials: list[Trial], judges: tuple[Judge, ...]) -> Row:
+    of_judge: defaultdict[Key, list[Trial]] = defaultdict(list)
+    for trial in trials:
+        of_judge[trial.judge, trial.inputs].append(trial)
+    checks = [judge.name for judge in judges if judge.kind == "check"]
+    first, alone = set(), set()
+    dtypes = tuple(dict.fromkeys(trial.dtype for trial in trials))
+    for dtype in dtypes:
+        rejecting = [name for name in checks if any(trial.rejected and trial.dtype == dtype for trial in of_judge[name, "ours"])]
+        first.update(rejecting[:1])
+        alone.update(rejecting if len(rejecting) == 1 else [])
+    cells = {key(judge): _cell(specimen, of_judge[key(judge)]) for judge in judges}
+    return Row(specimen, dtypes, cells, frozenset(first), frozenset(alone))
+
+
+def _cell(specimen: Specimen, trials: list[Trial]) -> Cell:
+    rejected = [trial for trial in trials if trial.rejected]
+    if not trials:
+        return Cell("not tried")
+    verdict: Verdict
+    if specimen.kind == "mutant":
+        verdict = "let through" if not rejected else "rejected" if len(rejected) == len(trials) else "in some dtypes"
+    else:
+        verdict = "false alarm" if rejected else "accepted"
+    said = f"{rejected[0].case}: {rejected[0].said}" if rejected else ""
+    return Cell(verdict, tuple(trial.dtype for trial in rejected), len(trials), said)
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a judge, or the whole suite, rejects."""
+
+    judge: Judge | None  # None: the suite
+    killed: int  # mutants, in at least one dtype
+    mutants: int  # that it was tried on
+    first: int  # mutants that it rejects before every other check
+    alone: int
+    alarms: tuple[tuple[str, tuple[str, ...]], ...]  # right kernels that it rejects, and in which dtypes
+    right: int  # right kernels that it was tried on
+
+
+def scores(mutation: Mutation, table: list[Row]) -> tuple[Score, list[Score], list[Score]]:
+    """The suite as a whole, its checks, and the rules in use elsewhere."""
+    of_each = {key(judge): _score(judge, table) for judge in mutation.judges}
+    checks = [of_each[key(judge)] for judge in mutation.judges if judge.kind == "check"]
+    others = [of_each[key(judge)] for judge in mutation.judges if judge.kind == "rule"]
+    counted, right = [row for row in table if row.counts], [row for row in table if row.specimen.kind != "mutant"]
+    alarms = tuple((row.specimen.name, row.dtypes) for row in right if row.is_killed)
+    suite = Score(None, sum(row.is_killed for row in counted), len(counted), 0, 0, alarms, len(right))
+    return suite, checks, others
+
+
+def _score(judge: Judge, table: list[Row]) -> Score:
+    counted = [row for row in table if row.counts]
+    right = [(row.specimen.name, row.cells[key(judge)]) for row in table if row.specimen.kind != "mutant"]
+    return Score(
+        judge=judge,
+        killed=sum(bool(row.cells[key(judge)].dtypes) for row in counted),
+        mutants=sum(bool(row.cells[key(judge)].tried) for row in counted),
+        first=sum(judge.name in row.first for row in counted),
+        alone=sum(judge.name in row.alone for row in counted),
+        alarms=tuple((name, cell.dtypes) for name, cell in right if cell.dtypes),
+        right=sum(bool(cell.tried) for _, cell in right),
+    )

@@ -1,0 +1,24 @@
+"""Every mutant is rejected by the check that must, in one dtype in which it shows."""
+
+import pytest
+
+import impls.triton  # noqa: F401, interpreted, where there is no GPU: it is decided before Triton is imported
+from tests.cases import Case
+from tests.mutants import mutant, trial
+from tests.mutants.mutant import Mutant
+
+COUNTED = [one for one in mutant.every() if not one.survives]
+
+
+@pytest.mark.parametrize("one", COUNTED, ids=lambda one: one.name)
+def test_mutant_is_rejected(one: Mutant) -> None:
+    """On the case that shows it, where one is named; the whole check otherwise."""
+    dtype, check = one.dtypes[0], trial.checks()[one.check]
+    implementation = mutant.build(one)
+    cases = check.cases(implementation, dtype)
+    if one.case:
+        own = Case.parse(f"{one.case} {dtype}")
+        assert own in cases, f"{one.name}: {own} is no case of {one.check}"
+        cases = [own]
+    outcome = trial.ask(check, implementation, dtype, cases)
+    assert outcome.verdict == "rejected", f"{one.name}: {one.says}; {one.check} let it through in {dtype}"
