@@ -115,18 +115,14 @@ def tried(job: Job) -> list[Trial]:
     return found
 
 
-def _prepare() -> None:
-    torch.set_num_threads(1)
-
-
 def all_tried(work: list[Job], processes: int) -> Iterator[tuple[Job, list[Trial]]]:
     """In this process, or in several."""
-    _prepare()
+    torch.set_num_threads(1)
     if processes == 1:
         for job in work:
             yield job, tried(job)
         return
-    with multiprocessing.get_context("spawn").Pool(processes, _prepare) as pool:
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
         yield from zip(work, pool.imap(tried, work, chunksize=8), strict=True)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from reports.record import Absence, Claim, Curve, Element, Environment, Judgement, Memory, Record, Resources, Traffic, append, figure
+from reports.record import Absence, Claim, Curve, Element, Environment, Judge, Judgement, Memory, Record, Resources, Specimen, Traffic, Trial, append, figure
 
 CPU, GPU = "cpu run", "gpu run"
 HOSTILE = "<script>alert(1)</script>.py:\"attention'"
@@ -214,8 +214,45 @@ def cpu_run() -> list[Record]:
         ),
         curve("naive, no maximum", [1e30, 3e38, None, None, None]),
         curve("tiled.fa2 <script>", [0.1, 0.1, 0.2, 0.1, 0.0]),
+        *mutation(),
     ]
     return records
+
+
+def mutation(run: str = CPU) -> list[Record]:
+    """Two checks and a rule on two mutants, one that survives, and two right kernels."""
+
+    def specimen(name: str, kind: str, **fields: Any) -> Specimen:
+        return Specimen(run=run, name=name, kind=kind, says=f"{name} in words", **fields)  # type: ignore[arg-type]
+
+    def trial(name: str, judge: str, rejected: bool, dtype: str = "float32", inputs: Any = "ours") -> Trial:
+        said = {"case": f"b1 h2 q128 k128 d64 {dtype}", "said": "out rho 7.3"} if rejected else {}
+        return Trial(run=run, specimen=name, judge=judge, dtype=dtype, inputs=inputs, rejected=rejected, **said)
+
+    about = {"origin": "BUGS A1", "of": "tiled.fa2", "patch": "impls/tiled/fa2.py\n- <b>old</b>\n+ new"}
+    return [
+        Judge(run=run, name="accuracy/forward", kind="check", says="Every feature."),
+        Judge(run=run, name="gradients/backward", kind="check", says="Every gradient."),
+        Judge(run=run, name="allclose 1e-2", kind="rule", inputs="theirs", says="Close.", source="A tutorial"),
+        specimen("tail-unmasked", "mutant", fault="masks", check="accuracy/forward", **about),
+        specimen("delta-omitted", "mutant", fault="backward", check="gradients/backward", **about),
+        specimen("delta-rounded", "mutant", fault="backward", survives="inside the bound", **about),
+        specimen("two-passes", "variant"),
+        specimen("tiled.fa2", "kernel"),
+        trial("tail-unmasked", "accuracy/forward", True),
+        trial("tail-unmasked", "accuracy/forward", True, "float16"),
+        trial("tail-unmasked", "gradients/backward", True),
+        trial("tail-unmasked", "gradients/backward", False, "float16"),
+        trial("tail-unmasked", "allclose 1e-2", False, inputs="theirs"),
+        trial("delta-omitted", "accuracy/forward", False),
+        trial("delta-omitted", "gradients/backward", True),
+        trial("delta-omitted", "allclose 1e-2", True, inputs="theirs"),
+        trial("delta-rounded", "gradients/backward", False),
+        trial("two-passes", "accuracy/forward", False),
+        trial("two-passes", "allclose 1e-2", True, inputs="theirs"),
+        trial("tiled.fa2", "accuracy/forward", False),
+        trial("tiled.fa2", "gradients/backward", False),
+    ]
 
 
 def curve(series: str, y: list[float | None], run: str = CPU) -> Curve:

@@ -51,7 +51,7 @@ def small_site(directory: Path, *records: Record) -> Path:
 def test_every_implementation_has_a_page_that_the_index_links(site: Path) -> None:
     found = pages(site)
     names = ("tiled.fa2", "triton.fa2", "cuda.fa1", building.SDPA, building.HOSTILE)
-    assert set(found) == {"index.html", *(f"{wording.stem(name)}.html" for name in names)}
+    assert set(found) == {"index.html", "mutants.html", *(f"{wording.stem(name)}.html" for name in names)}
     assert set(found) - {"index.html"} <= set(found["index.html"].all("href"))
     for name in names:
         assert name in found[f"{wording.stem(name)}.html"].text
