@@ -49,19 +49,20 @@ class Budget:
 
 _asked: Budget | None = None
 _stop: Path | None = None  # a file that is there once the searches of a run are to end: the one thing that all its processes see
+_is_main = True  # and the process that takes it away
 
 
 def begin(budget: Budget, run: str, *, is_main: bool) -> None:
     """Sets what each search of this run may take, in every process of it. In the main one, the first Ctrl-C ends the searches."""
-    global _asked, _stop
-    _asked, _stop = budget, Path(tempfile.gettempdir()) / f"flashproof-{run}.stop"
+    global _asked, _stop, _is_main
+    _asked, _stop, _is_main = budget, Path(tempfile.gettempdir()) / f"flashproof-{run}.stop", is_main
     signal.signal(signal.SIGINT, _end if is_main else signal.SIG_IGN)
 
 
 def end() -> None:
     """Takes back what `begin` did."""
     global _asked, _stop  # noqa: PLW0603
-    if _stop is not None:
+    if _stop is not None and _is_main:
         _stop.unlink(missing_ok=True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
     _asked = _stop = None
