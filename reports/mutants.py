@@ -101,6 +101,7 @@ class Score:
 
     judge: Judge | None  # None: the suite
     killed: int  # mutants, in at least one dtype
+    told: int  # of these, in a dtype in which it accepts the kernel that they are made of
     mutants: int  # that it was tried on
     first: int  # mutants that it rejects before every other check
     alone: int
@@ -114,20 +115,28 @@ def scores(mutation: Mutation, table: list[Row]) -> tuple[Score, list[Score], li
     checks = [of_each[key(judge)] for judge in mutation.judges if judge.kind == "check"]
     others = [of_each[key(judge)] for judge in mutation.judges if judge.kind == "rule"]
     counted, right = [row for row in table if row.counts], [row for row in table if row.specimen.kind != "mutant"]
+    killed = [row for row in counted if row.is_killed]
     alarms = tuple((row.specimen.name, row.dtypes) for row in right if row.is_killed)
-    suite = Score(None, sum(row.is_killed for row in counted), len(counted), 0, 0, alarms, len(right))
-    return suite, checks, others
+    told = len([row for row in killed if row.specimen.of not in {name for name, _ in alarms}])
+    return Score(judge=None, killed=len(killed), told=told, mutants=len(counted), first=0, alone=0, alarms=alarms, right=len(right)), checks, others
 
 
 def _score(judge: Judge, table: list[Row]) -> Score:
     counted = [row for row in table if row.counts]
-    right = [(row.specimen.name, row.cells[key(judge)]) for row in table if row.specimen.kind != "mutant"]
+    right = {row.specimen.name: row.cells[key(judge)] for row in table if row.specimen.kind != "mutant"}
     return Score(
         judge=judge,
         killed=sum(bool(row.cells[key(judge)].dtypes) for row in counted),
+        told=sum(bool(set(row.cells[key(judge)].dtypes) - set(_original(row, right).dtypes)) for row in counted),
         mutants=sum(bool(row.cells[key(judge)].tried) for row in counted),
         first=sum(judge.name in row.first for row in counted),
         alone=sum(judge.name in row.alone for row in counted),
-        alarms=tuple((name, cell.dtypes) for name, cell in right if cell.dtypes),
-        right=sum(bool(cell.tried) for _, cell in right),
+        alarms=tuple((name, cell.dtypes) for name, cell in right.items() if cell.dtypes),
+        right=sum(bool(cell.tried) for cell in right.values()),
     )
+
+
+def _original(row: Row, right: dict[str, Cell]) -> Cell:
+    """What was said of the kernel that a mutant is made of; of one that is interpreted, of the same algorithm in plain PyTorch."""
+    of = row.specimen.of
+    return right.get(of) or right.get(of.replace("triton.", "tiled.")) or Cell("not tried")

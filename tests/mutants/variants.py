@@ -92,7 +92,7 @@ def _attention(forward: Forward, backward: Backward) -> Callable[..., Tensor]:
             return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), None, None
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
-        return Attention.apply(query, key, value, is_causal, 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)  # type: ignore[no-any-return, no-untyped-call]
+        return Attention.apply(query, key, value, is_causal, 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)  # type: ignore[no-untyped-call]
 
     return attention
 
@@ -315,8 +315,8 @@ def padded_keys(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) 
 @variant("head dim padded with zeros to a power of two")
 def padded_dim(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     dim = q.shape[1]
-    wide = [torch.nn.functional.pad(tensor, (0, max(16, 1 << (dim - 1).bit_length()) - dim)) for tensor in (q, k, v)]
-    acc, maximum, total = online(*wide, visible, scale, tiles(len(k), 64))  # type: ignore[arg-type]
+    q, k, v = (torch.nn.functional.pad(tensor, (0, max(16, 1 << (dim - 1).bit_length()) - dim)) for tensor in (q, k, v))
+    acc, maximum, total = online(q, k, v, visible, scale, tiles(len(k), 64))
     return finished((acc[:, :dim], maximum, total), scale)
 
 

@@ -7,6 +7,7 @@ import pytest
 from reports import mutants
 from reports.evidence import Mutation, gather
 from reports.pages import write_site
+from reports.record import Trial
 from tests.reports import building
 from tests.reports.building import environment, judgement
 
@@ -41,7 +42,17 @@ def test_scores_count_mutants_and_false_alarms(found: Mutation) -> None:
     suite, checks, others = mutants.scores(found, mutants.rows(found))
     assert (suite.killed, suite.mutants, suite.alarms, suite.right) == (2, 2, (), 2)
     assert [(score.killed, score.first, score.alone) for score in checks] == [(1, 1, 1), (2, 1, 1)]
+    assert suite.told == 2
+    assert [score.told for score in others] == [1]
     assert [(score.killed, score.mutants, score.alarms, score.right) for score in others] == [(1, 2, (("two-passes", ("float32",)),), 1)]
+
+
+def test_a_rule_that_rejects_the_original_too_tells_nothing(tmp_path: Path) -> None:
+    alarm = Trial(run=building.CPU, specimen="tiled.fa2", judge="allclose 1e-2", inputs="theirs", dtype="float32", rejected=True)
+    mutation = gather([building.write(tmp_path / "run.jsonl", [environment(), *building.mutation(), alarm])]).mutation
+    assert mutation
+    (score,) = mutants.scores(mutation, mutants.rows(mutation))[2]
+    assert (score.killed, score.told) == (1, 0)
 
 
 def test_the_later_run_counts(tmp_path: Path) -> None:
