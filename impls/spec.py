@@ -68,7 +68,8 @@ class Arithmetic:
     accumulate: Literal["fma", "tensor_core", "float64"] = "fma"  # tensor cores truncate: twice the unit roundoff
     products: Literal["exact", "3xtf32", "tf32"] = "exact"  # what float32 operands are rounded to before they are multiplied
     weights: Literal["input", "float32"] = "input"  # what P and dS are cast to before the second product
-    gradients: Literal["float32", "input"] = "float32"  # where the contributions of tiles to a gradient are added up
+    # Where the contributions to a gradient are added up. "heads": each query head's in float32, and those of the heads of a group in the input dtype.
+    gradients: Literal["float32", "heads", "input"] = "float32"
     exp_ulps: float = 2.0  # error of the exponential, in units of the last place
     key_tile: int | None = None  # keys per step of the online softmax; None: unknown, taken at its worst
     query_tile: int | None = None  # queries per step of the backward, for gradients="input"

@@ -77,7 +77,7 @@ class Units:
     tiny: float  # underflow of the output
     tiles: int  # n_b, steps of the online softmax
     row_sum: int  # length of the longest chain of additions in a row's sum
-    sixteen_bit_steps: int  # additions into a 16-bit gradient, if that is where gradients are summed
+    sixteen_bit_steps: int  # additions into a 16-bit gradient, for each query head
 
     def gamma(self, n: int) -> float:
         """Relative error of a sum of n terms, in units of the sum of their absolute values."""
@@ -92,9 +92,15 @@ class Units:
         return steps * (self.eps_e + 6.0 * self.u_a)
 
 
+def _sixteen_bit_steps(problem: Problem, arithmetic: Arithmetic) -> int:
+    """Additions into a 16-bit gradient, for each query head."""
+    if arithmetic.gradients == "input":
+        return math.ceil(max(problem.query.shape[2], problem.key.shape[2]) / (arithmetic.query_tile or 16))
+    return 1 if arithmetic.gradients == "heads" and problem.groups > 1 else 0
+
+
 def units_of(problem: Problem, claim: "Claim") -> Units:
-    arithmetic, dtype = claim.arithmetic, claim.dtype or problem.query.dtype
-    queries, keys = problem.query.shape[2], problem.key.shape[2]
+    arithmetic, dtype, keys = claim.arithmetic, claim.dtype or problem.query.dtype, problem.key.shape[2]
     roundoff = {"fma": 2.0**-24, "tensor_core": 2.0 * 2.0**-24, "float64": 2.0**-53}[arithmetic.accumulate]
     elementary = 2.0**-53 if arithmetic.accumulate == "float64" else 2.0**-24
     cast = arithmetic.weights == "input" and dtype in (torch.float16, torch.bfloat16)
@@ -111,7 +117,7 @@ def units_of(problem: Problem, claim: "Claim") -> Units:
         tiny=_UNDERFLOW[dtype],
         tiles=tiles,
         row_sum=min(keys, arithmetic.key_tile + tiles) if arithmetic.key_tile else keys,
-        sixteen_bit_steps=math.ceil(max(queries, keys) / (arithmetic.query_tile or 16)) if arithmetic.gradients == "input" and cast else 0,
+        sixteen_bit_steps=_sixteen_bit_steps(problem, arithmetic) if cast else 0,
     )
 
 

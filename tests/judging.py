@@ -1,8 +1,11 @@
 """Judges an answer: the exact result with its certainty, the bound of the claim, rho and bias for every tensor."""
 
+import hashlib
 import math
+import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -98,12 +101,30 @@ _exact_short = lru_cache(maxsize=256)(_exact)
 _exact_long = lru_cache(maxsize=4)(_exact)
 
 
+_shared: Path | None = None
+
+
+def share(folder: Path) -> None:
+    """Names the folder in which the processes of a run leave one another the enclosures, which take most of an oracle's time."""
+    global _shared  # noqa: PLW0603
+    _shared = folder
+
+
 @lru_cache(maxsize=256)
 def _enclosed(case: Case) -> tuple[Attention, Attention]:
+    """The exact result and what it may be off by, as one process of the run has enclosed them."""
+    path = _shared and _shared / f"{hashlib.sha256(str(case).encode()).hexdigest()}.pt"
+    if path and path.exists():
+        tensors = torch.load(path, weights_only=True)
+        return Attention(*tensors[:5]), Attention(*tensors[5:])
     enclosure = ball.attention(inputs(case).problem(case))
-    names = ("out", "lse", "dq", "dk", "dv")
-    balls = {name: getattr(enclosure, name) for name in names}
-    return Attention(**{name: b.mid for name, b in balls.items()}), Attention(**{name: b.radius for name, b in balls.items()})
+    balls = [getattr(enclosure, name) for name in ("out", "lse", "dq", "dk", "dv")]
+    mid, radius = [each.mid for each in balls], [each.radius for each in balls]
+    if path and path.parent.is_dir():
+        half = path.with_suffix(f".{os.getpid()}")
+        torch.save(mid + radius, half)
+        half.replace(path)  # whole or not at all
+    return Attention(*mid), Attention(*radius)
 
 
 def _on_cpu(answer: Attention) -> Attention:

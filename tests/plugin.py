@@ -8,8 +8,10 @@ import argparse
 import datetime
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 import uuid
 import warnings
@@ -26,7 +28,7 @@ from impls.spec import DTYPES, Device, Dtype, Implementation
 from reports import wording
 from reports.evidence import size, worst_rho
 from reports.record import Absence, Claim, Environment, Judgement, Record, append
-from tests import profiles
+from tests import judging, profiles
 from tests.cases import Case, inputs, not_claimed
 from tests.isolation import Guest, Hosts
 from tests.subject import Subject, summary
@@ -81,12 +83,17 @@ def pytest_configure(config: pytest.Config) -> None:
     # The cases are small: a second thread waits more than it computes, and workers (-n) use the other cores better.
     torch.set_num_threads(1)
     state = config.stash[STATE] = State.of(config)
+    judging.share(state.shared)
+    if not state.is_worker:
+        state.shared.mkdir(mode=0o700, parents=True)
     if budget := config.getoption("--search"):
         profiles.begin(_parsed_budget(budget), state.run, is_main=not state.is_worker)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     profiles.end()
+    if STATE in config.stash and not config.stash[STATE].is_worker:
+        shutil.rmtree(config.stash[STATE].shared, ignore_errors=True)
 
 
 def _parsed_budget(text: str) -> profiles.Budget:
@@ -155,6 +162,7 @@ class State:
         self.is_worker = worker is not None or host is not None
         self.hosts = config.stash.get(HOSTS, 0)
         self.shown: set[str] = set()  # implementations of which a failure was shown while the run went on
+        self.shared = Path(tempfile.gettempdir()) / f"flashproof-{self.run}"
         self.path = Path(config.getoption("--records") or RUNS / f"{self.run}.jsonl")
         self.written = 0
         self.passed: dict[str, int] = {}

@@ -6,12 +6,13 @@ not take is refused, with PyTorch's reasons. The pin covers the backward pass: i
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from impls.spec import Arithmetic, Device, Dtype, Implementation, Supports
+from impls.spec import Arithmetic, Device, Dtype, Implementation, Supports, arithmetic_of_flash
 
 
 def pinned(backend: SDPBackend) -> Callable[..., Tensor]:
@@ -66,6 +67,15 @@ def arithmetic_of_flash_cpu(dtype: Dtype, device: Device) -> Arithmetic:
     return Arithmetic(accumulate="fma", exp_ulps=20.0, key_tile=512, query_tile=32, gradients="float32" if dtype == "float32" else "input")
 
 
+def arithmetic_by_heads(dtype: Dtype, device: Device) -> Arithmetic:
+    """FlashAttention's, but for grouped heads: each query head's dK and dV is rounded to the inputs' dtype before those of a group are added.
+
+    Source: `mha_bwd` in aten's `flash_api.cpp` (`dk_expanded`, `dv_expanded`). cuDNN answers the same bits where the roundings show: of two heads that share
+    a key, whose dV is 2.8 units of the smallest float16 in all, it makes 2 units, not 3.
+    """
+    return replace(arithmetic_of_flash(dtype, device), gradients="heads")
+
+
 def arithmetic_of_efficient(dtype: Dtype, device: Device) -> Arithmetic:
     """Tensor cores in every dtype: float32 products are three TF32 products each (CUTLASS `OpMultiplyAddFastF32`)."""
     return Arithmetic(accumulate="tensor_core", products="3xtf32" if dtype == "float32" else "exact")
@@ -103,6 +113,7 @@ flash = Implementation(
         cross_lengths=True,
         strided=True,
     ),
+    arithmetic=arithmetic_by_heads,
     summary="FlashAttention-2 as shipped with PyTorch.",
     missing=not_on_cuda,
     bare=True,
@@ -132,6 +143,7 @@ cudnn = Implementation(
         dims=(8, 128),
         dim_multiple=8,
     ),
+    arithmetic=arithmetic_by_heads,
     summary="cuDNN's fused attention, through PyTorch.",
     missing=not_on_cuda,
     bare=True,
