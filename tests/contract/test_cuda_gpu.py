@@ -1,6 +1,7 @@
 """The CUDA kernels on a GPU: compute-sanitizer finds nothing, streams are respected, a first use is quick, and a launch that fails says which.
 
-`python -m tests.contract.test_cuda_gpu` runs a small grid of every kernel, forward and backward; it is what compute-sanitizer watches.
+`python -m tests.contract.test_cuda_gpu` runs a small grid of every kernel, forward and backward; it is what compute-sanitizer watches. That takes a minute for
+each tool, so these are no part of `pytest -m gpu`: name this file to run them.
 """
 
 import itertools
@@ -22,7 +23,7 @@ from impls import catalogue
 from impls.cuda import launching
 from impls.cuda.launching import CudaError, Launch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no device")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA: no device")]
 NAMES = catalogue.names(["cuda.*"])
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,6 +71,7 @@ def test_compute_sanitizer_finds_nothing(tool: str) -> None:
     assert "ERROR SUMMARY: 0 errors" in done.stdout, done.stdout
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_run_on_the_current_stream(name: str) -> None:
     """Inputs that a slow stream is still making are waited for, and what another stream does meanwhile changes nothing."""
@@ -88,6 +90,7 @@ def test_kernels_run_on_the_current_stream(name: str) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_first_use_is_quick(name: str, tmp_path: Path) -> None:
     """A kernel that no cache holds is compiled and loaded in less than 2 s; from the disk in far less."""
@@ -109,6 +112,7 @@ def test_first_use_is_quick(name: str, tmp_path: Path) -> None:
     launching._kernel_on_gpu.cache_clear()
 
 
+@pytest.mark.gpu
 def test_a_launch_that_fails_names_itself() -> None:
     """More shared memory than there is; more threads than a block may have."""
     launches: list[Launch] = []
