@@ -283,20 +283,25 @@ def order_of_atomics(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: fl
     return finished(online(q, k, v, visible, scale, tiles(len(k), 64)), scale)
 
 
-@variant("three splits of the keys, each with an LSE of its own, merged")
-def split_keys(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    size = -(-len(k) // 3)
+def _splits(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [3, queries, dim] and LSE [3, queries, 1] of each third of the keys by itself; of one that a row does not see, 0 and -inf."""
     outs, lses = [], []
-    for split in tiles(len(k), size):
-        acc, maximum, total = online(
-            q, k, v, visible, scale, [slice(start.start + split.start, start.stop + split.start) for start in tiles(split.stop - split.start, 64)]
-        )
+    for split in tiles(len(k), -(-len(k) // 3)):
+        within = [slice(split.start + tile.start, split.start + tile.stop) for tile in tiles(split.stop - split.start, 64)]
+        acc, maximum, total = online(q, k, v, visible, scale, within)
         empty = total == 0.0
         outs.append(acc / torch.where(empty, 1.0, total))
         lses.append(torch.where(empty, -math.inf, maximum * scale + torch.log(total)))
-    together = torch.stack(lses)
-    lse = torch.logsumexp(together, dim=0)
-    return (torch.exp(together - lse) * torch.stack(outs)).sum(dim=0), lse[:, 0]
+    return torch.stack(outs), torch.stack(lses)
+
+
+@variant("three splits of the keys, merged about the largest LSE and divided by the sum of their shares, as FlashInfer does")
+def split_keys(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    outs, lses = _splits(q, k, v, visible, scale)
+    largest = lses.amax(dim=0)
+    shares = torch.exp(lses - largest)
+    total = shares.sum(dim=0)
+    return (shares * outs).sum(dim=0) / total, (largest + torch.log(total))[:, 0]
 
 
 @variant("lazy rescaling: the maximum is renewed when it has risen by more than 8 log 2")
@@ -328,7 +333,17 @@ def rows_last_to_first(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: 
     return out, lse
 
 
-@variant("products of float32 operands as three products of their halves (3xTF32)", products="3xtf32")
+def backward_of_split_products(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, visible: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The plain one, whose scores are those of the forward."""
+    weights = torch.exp(scale * _product_of_halves(q.float(), k.float().T) - lse[:, None]).masked_fill(~visible, 0.0)
+    delta = (dout.float() * out.float()).sum(dim=1, keepdim=True)
+    dscores = _cast(weights * (_product_of_halves(dout.float(), v.float().T) - delta), q)
+    return scale * (dscores @ k.float()), scale * (dscores.T @ q.float()), _cast(weights, q).T @ dout.float()
+
+
+@variant("products of float32 operands as three products of their halves (3xTF32)", backward=backward_of_split_products, products="3xtf32")
 def split_products(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     scores = _product_of_halves(q.float(), k.float().T).masked_fill(~visible, -math.inf)
     maximum = scores.amax(dim=1, keepdim=True)
