@@ -4,6 +4,7 @@ A grid names features in combination, not their product: a pair of features that
 """
 
 from collections.abc import Callable, Iterable
+from functools import cache
 
 from hypothesis import strategies as st
 
@@ -14,9 +15,14 @@ from tests.cases import Case, Family, Layout, Masking, not_claimed
 Grid = Callable[[Dtype, Device], list[Case]]
 
 
-def _lines(text: str, dtype: Dtype) -> list[Case]:
+@cache
+def _parsed(text: str, dtype: Dtype) -> tuple[Case, ...]:
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
-    return [Case.parse(f"{line} {dtype}") for line in lines if line]
+    return tuple(Case.parse(f"{line} {dtype}") for line in lines if line)
+
+
+def _lines(text: str, dtype: Dtype) -> list[Case]:
+    return list(_parsed(text, dtype))
 
 
 # Shapes, masks, layouts: what a kernel gets wrong by indexing.

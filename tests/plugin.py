@@ -169,6 +169,7 @@ class State:
         self.refused: dict[tuple[str, str], list[str]] = {}  # of an implementation and dtype, what it said for each case that it declined
         self.changed_by_import: dict[str, list[str]] = {}  # of an implementation, the global state that was put back after its file was imported
         self.found: dict[tuple[str, str], Judgement] = {}  # of an implementation and dtype, the worst that a search found
+        self.claimed: dict[tuple[object, str], list[Case]] = {}  # of a grid and target, the cases that it takes
         self.targets = self._targets()
         self.absences: list[Absence] = [
             Absence(run=self.run, implementation=target.name, device=target.device, dtype=target.dtype, reason="not possible here", message=target.missing)
@@ -204,8 +205,11 @@ class State:
         """The cases of a check's grid that the target claims; with --case, that one."""
         if target.implementation is None:
             return []
-        grid = [self.case] if self.case else marker.kwargs["grid"](target.dtype, target.device)
-        return [case for case in grid if not_claimed(case, target.implementation.supports) is None]
+        about = (marker.kwargs["grid"], str(target))
+        if about not in self.claimed:
+            grid = [self.case] if self.case else marker.kwargs["grid"](target.dtype, target.device)
+            self.claimed[about] = [case for case in grid if not_claimed(case, target.implementation.supports) is None]
+        return list(self.claimed[about])
 
     def record(self, record: Record) -> None:
         """Appends a record, behind the environment that the run's file begins with."""

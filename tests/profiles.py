@@ -24,8 +24,6 @@ settings.register_profile("thorough", max_examples=THOROUGH_EXAMPLES)
 
 PHASES = (Phase.generate, Phase.target, Phase.shrink)  # to find out only whether there is a case that fails, the last is left out
 
-PHASES = (Phase.generate, Phase.target, Phase.shrink)  # to find out only whether there is a case that fails, the last is left out
-
 Test = TypeVar("Test", bound=Callable[..., None])
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}

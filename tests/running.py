@@ -178,8 +178,11 @@ def _same_bits(first: Tensor, second: Tensor) -> bool:
 
 def _check_untouched(given: dict[str, Tensor], before: dict[str, Tensor]) -> None:
     """Raises Fault if the call wrote to an input, or to the memory around it."""
+    after = {name: _memory(tensor) for name, tensor in given.items()}
+    if not torch.stack([(after[name] != before[name]).any() for name in given]).any():  # one answer to wait for, not four
+        return
     for name, tensor in given.items():
-        now = _memory(tensor)
+        now = after[name]
         if torch.equal(now, before[name]):
             continue
         owned = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(

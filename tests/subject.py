@@ -23,6 +23,7 @@ from tests.running import Answer, Fault, Refused, TensorName, attend
 
 FORWARD: tuple[TensorName, ...] = ("out", "lse")
 BACKWARD: tuple[TensorName, ...] = ("dq", "dk", "dv")
+SLOW = 0.1  # seconds
 REPETITIONS = 16  # of a call whose bits may vary from run to run
 
 
@@ -86,6 +87,12 @@ class Subject:
             self.fail(case, "the output carries no gradient, and backward is claimed")
             return None
         return answer
+
+    def is_slow(self, case: Case, *, backward: bool) -> bool:
+        """Whether a long sequence takes a tenth of a second or more, twice: the first call may have compiled. The next length would take sixteen times that."""
+        if case.queries < 1000:
+            return False
+        return all((answer := self.attend(case, backward=backward)) is not None and answer.seconds > SLOW for _ in range(2))
 
     # ------------------------------------------------------------------------------------------------ properties
 

@@ -13,6 +13,7 @@ arguments of the launches are in `flash.py`. Block-sparse attention shares both.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,9 +67,9 @@ def forward_kernel(
     query, key, value, out, lse,
     query_strides, key_strides, value_strides, out_strides,
     heads, groups, queries, keys, offset,
-    magnitude, exponent_scale,  # |scale|, |scale| log2 e
+    sign, magnitude, exponent_scale,  # that of scale, |scale|, |scale| log2 e
     seed: tl.uint64, last_dropped: tl.uint32, kept_scale,  # dropout: the seed, the largest word that drops a weight, 1 / (1 - p)
-    SIGN: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """One tile of QUERIES queries of one head: its output and LSE."""
@@ -76,7 +77,7 @@ def forward_kernel(
     query_at = first_query + tl.arange(0, QUERIES)
     key = head_of(key, key_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
     value = head_of(value, value_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
-    q = times_sign(load_rows(query, query_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT), SIGN)  # [QUERIES, PADDED_DIM]
+    q = times_sign(load_rows(query, query_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT), sign)  # [QUERIES, PADDED_DIM]
 
     full, end = range_of_keys(first_query, keys, offset, CAUSAL, QUERIES, KEYS)
     maximum = tl.full([QUERIES], -INFINITY, tl.float32)
@@ -102,19 +103,19 @@ def forward_kernel(
 # --------------------------------------------------------------------------------------------------------------------------- backward
 
 
-@kernel
+@partial(kernel, and_for=("groups",))  # that it is 1 saves a loop, and the registers that would be spilled
 def dkey_dvalue_kernel(
     query, key, value, dout, lse, delta, dkey, dvalue,
     query_strides, key_strides, value_strides, dout_strides, dkey_strides, dvalue_strides,
     kv_heads, groups, queries, keys, offset,
-    scale, magnitude, seed: tl.uint64, last_dropped: tl.uint32, kept_scale,
-    SIGN: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+    scale, seed: tl.uint64, last_dropped: tl.uint32, kept_scale,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of KEYS keys of one key head, summed over the queries of all query heads that share it."""
     first_key, kv_head, batch = place(keys, kv_heads, KEYS, False)
     key_at = first_key + tl.arange(0, KEYS)
-    k = times_sign(load_rows(key, key_strides, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT), SIGN)  # [KEYS, PADDED_DIM]
+    k = load_rows(key, key_strides, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT)  # [KEYS, PADDED_DIM]
     v = load_rows(value, value_strides, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT)
 
     # The query tiles are those from `start`, where the first query sees a key of this tile. The full ones lie between `full` and `full_end`; before them the
@@ -139,13 +140,13 @@ def dkey_dvalue_kernel(
         for first_query in tl.range(full, full_end, QUERIES):
             dk, dv = gradients_of_keys(
                 dk, dv, k, v, key_at, q_head, do_head, lse + first_row, delta + first_row, first_query, queries, offset,
-                magnitude, seed, last_dropped, kept_scale, batch, head, False, CAUSAL, DROPOUT, DIM, PADDED_DIM, QUERIES,
+                scale, seed, last_dropped, kept_scale, batch, head, False, CAUSAL, DROPOUT, DIM, PADDED_DIM, QUERIES,
             )  # fmt: skip
         for step in tl.range(0, diagonal_tiles + ragged_tiles):
             first_query = tl.where(step < diagonal_tiles, start + step * QUERIES, full_end)
             dk, dv = gradients_of_keys(
                 dk, dv, k, v, key_at, q_head, do_head, lse + first_row, delta + first_row, first_query, queries, offset,
-                magnitude, seed, last_dropped, kept_scale, batch, head, True, CAUSAL, DROPOUT, DIM, PADDED_DIM, QUERIES,
+                scale, seed, last_dropped, kept_scale, batch, head, True, CAUSAL, DROPOUT, DIM, PADDED_DIM, QUERIES,
             )  # fmt: skip
     store_rows(dkey, dkey_strides, dk * scale, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT)
     store_rows(dvalue, dvalue_strides, dv * kept_scale, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT)
@@ -156,8 +157,8 @@ def dquery_kernel(
     query, key, value, dout, lse, delta, dquery,
     query_strides, key_strides, value_strides, dout_strides, dquery_strides,
     heads, groups, queries, keys, offset,
-    scale, magnitude, seed: tl.uint64, last_dropped: tl.uint32, kept_scale,
-    SIGN: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+    scale, seed: tl.uint64, last_dropped: tl.uint32, kept_scale,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of QUERIES queries of one head; the loops are the forward's."""
@@ -165,7 +166,7 @@ def dquery_kernel(
     query_at = first_query + tl.arange(0, QUERIES)
     key = head_of(key, key_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
     value = head_of(value, value_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
-    q = times_sign(load_rows(query, query_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT), SIGN)  # [QUERIES, PADDED_DIM]
+    q = load_rows(query, query_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)  # [QUERIES, PADDED_DIM]
     do = load_rows(dout, dout_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)
     first_row = (batch.to(tl.int64) * heads + head) * queries
     row_lse = tl.load(lse + first_row + query_at, mask=query_at < queries, other=INFINITY)
@@ -176,12 +177,12 @@ def dquery_kernel(
     for first_key in tl.range(0, full, KEYS):
         dq = gradients_of_queries(
             dq, q, do, row_lse, row_delta, query_at, key, value, first_key, keys, offset,
-            magnitude, seed, last_dropped, kept_scale, batch, head, False, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
+            scale, seed, last_dropped, kept_scale, batch, head, False, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
         )  # fmt: skip
     for first_key in tl.range(full, end, KEYS):
         dq = gradients_of_queries(
             dq, q, do, row_lse, row_delta, query_at, key, value, first_key, keys, offset,
-            magnitude, seed, last_dropped, kept_scale, batch, head, True, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
+            scale, seed, last_dropped, kept_scale, batch, head, True, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
         )  # fmt: skip
     store_rows(dquery, dquery_strides, dq * scale, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)
 

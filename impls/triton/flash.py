@@ -13,7 +13,7 @@ from torch import Tensor
 
 from impls.call import Call
 from impls.spec import Arithmetic, Device, Dtype
-from impls.triton.primitives import Launch, Scale, call_arguments, padded_dim, with_strides
+from impls.triton.primitives import INTERPRETED, Launch, Scale, call_arguments, padded_dim, with_strides
 from impls.triton.steps import delta_kernel
 
 # ------------------------------------------------------------------------------------------------------------------------------ tiles
@@ -86,7 +86,9 @@ def forward(loop: Loop, call: Call, query: Tensor, key: Tensor, value: Tensor) -
     """(out, lse). One program for each tile of queries of each head."""
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    arguments = with_strides(query=query, key=key, value=value, out=out) | {"lse": lse, "heads": call.heads, "exponent_scale": Scale.of(call.scale).exponent}
+    scale = Scale.of(call.scale)
+    scales = {"sign": float(scale.sign), "magnitude": scale.magnitude, "exponent_scale": scale.exponent}
+    arguments = with_strides(query=query, key=key, value=value, out=out) | {"lse": lse, "heads": call.heads} | scales
     _launch(loop, call, triton.cdiv(call.queries, loop.tile.queries) * call.heads * call.batch, arguments).run()
     return out, lse
 
@@ -114,15 +116,15 @@ def backward(
 
 
 def delta_launch(call: Call, out: Tensor, dout: Tensor, delta: Tensor) -> Launch:
-    """One program for each 16 queries of each head. Fills delta."""
+    """One program for each 16 queries of each head; interpreted, where a program costs the same whatever its size, for each 128. Fills delta."""
+    tile = 128 if INTERPRETED.value else 16
     arguments = with_strides(out=out, dout=dout) | {"delta": delta, "heads": call.heads, "queries": call.queries}
-    constants = {"DIM": call.dim, "PADDED_DIM": padded_dim(call.dim), "QUERIES": 16}
-    return Launch(delta_kernel, (triton.cdiv(call.queries, 16) * call.heads * call.batch,), arguments | constants, num_warps=4, num_stages=1)
+    constants = {"DIM": call.dim, "PADDED_DIM": padded_dim(call.dim), "QUERIES": tile}
+    return Launch(delta_kernel, (triton.cdiv(call.queries, tile) * call.heads * call.batch,), arguments | constants, num_warps=4, num_stages=1)
 
 
 def _launch(loop: Loop, call: Call, programs: int, arguments: dict[str, Any]) -> Launch:
     """Adds what the three kernels that recompute or compute weights take alike."""
-    scale = Scale.of(call.scale)
     tile = loop.tile
-    alike = {"magnitude": scale.magnitude, "SIGN": scale.sign, "QUERIES": tile.queries, "KEYS": tile.keys}
+    alike = {"QUERIES": tile.queries, "KEYS": tile.keys}
     return Launch(loop.kernel, (programs,), arguments | dict(loop.visits) | call_arguments(call) | alike, tile.num_warps, tile.num_stages)

@@ -6,8 +6,9 @@ holds its bits, so there every operation on one goes through float32, which is e
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.interpreter import interpreter_builder
 
 from impls.call import Call
 from impls.spec import Device
@@ -30,14 +32,14 @@ def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Arguments whose values a kernel is not compiled for. Triton would compile again for a size of 1 and for one that 16 divides, and no load gets wider by it:
-# how tensors are aligned is said by UNIT, of their strides. The group size stays out of it: that it is 1 saves the registers of a division.
-_SIZES = ("heads", "kv_heads", "queries", "keys", "offset", "seed", "last_dropped")
+# how tensors are aligned is said by UNIT, of their strides.
+_SIZES = ("heads", "kv_heads", "groups", "queries", "keys", "offset", "seed", "last_dropped")
 _STRIDES = tuple(f"{name}_strides" for name in ("query", "key", "value", "out", "dout", "dquery", "dkey", "dvalue", "lists"))
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """Marks a kernel. It is compiled for its constants, its dtypes and strides of 1, not for each kind of length."""
-    return triton.jit(function, do_not_specialize=_SIZES, do_not_specialize_on_alignment=_STRIDES)
+def kernel(function: Callable[..., Any], *, and_for: tuple[str, ...] = ()) -> Any:
+    """Marks a kernel. It is compiled for its constants, its dtypes and strides of 1, not for each kind of length; `and_for`: sizes that it is compiled for."""
+    return triton.jit(function, do_not_specialize=[size for size in _SIZES if size not in and_for], do_not_specialize_on_alignment=_STRIDES)
 
 
 @device_function
@@ -61,9 +63,9 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @device_function
-def times_sign(x, SIGN: tl.constexpr):
-    """SIGN x, exactly; SIGN is 1, -1 or 0."""
-    return x if SIGN == 1 else rounded(x.to(tl.float32) * SIGN, x.dtype)
+def times_sign(x, sign):
+    """sign x, exactly; sign is 1, -1 or 0."""
+    return rounded(x.to(tl.float32) * sign, x.dtype)
 
 
 @device_function
@@ -177,7 +179,7 @@ def padded_dim(dim: int) -> int:
 
 @dataclass(frozen=True)
 class Scale:
-    """A scale as the kernels use it: scores = sign (q k) magnitude, so that the row maximum of sign (q k) is the row maximum of the scores.
+    """A scale as a forward uses it: scores = sign (q k) magnitude, so that the row maximum of sign (q k) is the row maximum of the scores.
 
     The sign is folded into an operand, exactly. A zero scale is sign 0 and magnitude 1: every score is 0, and -inf times the magnitude stays -inf.
     """
@@ -227,6 +229,20 @@ def call_arguments(call: Call) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def _unchecked_integers() -> Iterator[None]:
+    """Keeps the interpreter from asking of every sum and product of integers whether it left its type, which takes half of its time. A GPU does not ask."""
+    if not INTERPRETED.value:
+        yield
+        return
+    before = interpreter_builder.options
+    interpreter_builder.options = replace(before, sanitize_overflow=False)
+    try:
+        yield
+    finally:
+        interpreter_builder.options = before
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch of a kernel: its grid, its arguments by name, constants included, and the options of its compilation.
@@ -251,5 +267,5 @@ class Launch:
         """Starts the kernel on the device of its tensors."""
         tensor = next(argument for argument in self.arguments.values() if isinstance(argument, Tensor))
         # Interpreted, kernels are NumPy, which warns where a GPU goes on in silence (the exponential of -inf, an overflow in a row that is never stored).
-        with torch.cuda.device_of(tensor), np.errstate(all="ignore"):
+        with torch.cuda.device_of(tensor), np.errstate(all="ignore"), _unchecked_integers():
             self.kernel[self.grid](**self.arguments, **self.options)

@@ -75,19 +75,19 @@ def delta_kernel(
 
 
 @device_function
-def exponential(scores, lse, magnitude):
-    """P = exp(magnitude scores - lse), in which an lse of -inf means an empty row, all of whose weights are 0.
+def exponential(scores, lse, scale):
+    """P = exp(scale scores - lse), in which an lse of -inf means an empty row, all of whose weights are 0.
 
     No weight is above 1. For huge scores the rounding of the stored LSE may say otherwise (half an ulp of 1e10 is 512): the minimum keeps it from overflowing.
     """
     lse = tl.where(lse == -INFINITY, INFINITY, lse)
-    return tl.exp2(tl.minimum(tl.fma(scores, magnitude, -lse), 0.0) * LOG2_E)
+    return tl.exp2(tl.minimum(tl.fma(scores, scale, -lse), 0.0) * LOG2_E)
 
 
 @device_function
 def gradients_of_keys(
     dk, dv, k, v, key_at, query, dout, lse, delta,
-    first_query, queries, offset, magnitude, seed, last_dropped, kept_scale, batch, head,
+    first_query, queries, offset, scale, seed, last_dropped, kept_scale, batch, head,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Adds what one tile of queries gives to dK / scale and to dV / kept_scale. Scores stand transposed here, [KEYS, QUERIES]: P^T and dS^T are left operands.
@@ -105,11 +105,10 @@ def gradients_of_keys(
         row_lse = tl.load(lse + query_at)
         row_delta = tl.load(delta + query_at)
 
-    scores = dot(k, tl.trans(q))  # [KEYS, QUERIES]
+    p = exponential(dot(k, tl.trans(q)), row_lse[None, :], scale)  # [KEYS, QUERIES]
     if MASKED and CAUSAL:
         visible = key_at[:, None] <= query_at[None, :] + offset
-        scores = tl.where(visible, scores, -INFINITY)
-    p = exponential(scores, row_lse[None, :], magnitude)
+        p = tl.where(visible, p, 0.0)
     dp = dot(v, tl.trans(do))
     if DROPOUT:
         keeps = kept(seed, last_dropped, batch, head, query_at[None, :], key_at[:, None])
@@ -127,7 +126,7 @@ def gradients_of_keys(
 @device_function
 def gradients_of_queries(
     dq, q, do, row_lse, row_delta, query_at, key, value,
-    first_key, keys, offset, magnitude, seed, last_dropped, kept_scale, batch, head,
+    first_key, keys, offset, scale, seed, last_dropped, kept_scale, batch, head,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Adds what one tile of keys gives to dQ / scale.
@@ -137,13 +136,12 @@ def gradients_of_queries(
     k = load_tile(tile_of(key, first_key), first_key, keys, DIM, KEYS, PADDED_DIM, MASKED)
     v = load_tile(tile_of(value, first_key), first_key, keys, DIM, KEYS, PADDED_DIM, MASKED)
     key_at = first_key + tl.arange(0, KEYS)
-    scores = dot(q, tl.trans(k))  # [QUERIES, KEYS]
+    p = exponential(dot(q, tl.trans(k)), row_lse[:, None], scale)  # [QUERIES, KEYS]
     if MASKED:
         visible = (key_at < keys)[None, :]
         if CAUSAL:
             visible = visible & (key_at[None, :] <= query_at[:, None] + offset)
-        scores = tl.where(visible, scores, -INFINITY)
-    p = exponential(scores, row_lse[:, None], magnitude)
+        p = tl.where(visible, p, 0.0)
     dp = dot(do, tl.trans(v))
     if DROPOUT:
         dp = tl.where(kept(seed, last_dropped, batch, head, query_at[:, None], key_at[None, :]), dp * kept_scale, 0.0)

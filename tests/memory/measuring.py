@@ -1,5 +1,6 @@
 """Peak memory of a call beyond what was there before it: torch's allocator statistics on a GPU, every allocation of torch counted on a CPU."""
 
+import gc
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
@@ -12,7 +13,12 @@ Method = Literal["allocator", "counted"]
 
 def peak_bytes(call: Callable[[], Result], device: str) -> tuple[int, Result]:
     """The largest number of bytes that the call held at once, its results included, and its results."""
-    return _peak_on_gpu(call) if device == "cuda" else _peak_on_cpu(call)
+    gc.collect()  # what is freed while it runs must be its own
+    gc.disable()
+    try:
+        return _peak_on_gpu(call) if device == "cuda" else _peak_on_cpu(call)
+    finally:
+        gc.enable()
 
 
 def method(device: str) -> Method:
