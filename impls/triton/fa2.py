@@ -67,9 +67,9 @@ def forward_kernel(
     query, key, value, out, lse,
     query_strides, key_strides, value_strides, out_strides,
     heads, groups, queries, keys, offset,
-    sign, magnitude, exponent_scale,  # that of scale, |scale|, |scale| log2 e
+    magnitude, exponent_scale,  # |scale|, |scale| log2 e
     seed: tl.uint64, last_dropped: tl.uint32, kept_scale,  # dropout: the seed, the largest word that drops a weight, 1 / (1 - p)
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+    SIGN: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """One tile of QUERIES queries of one head: its output and LSE."""
@@ -77,7 +77,7 @@ def forward_kernel(
     query_at = first_query + tl.arange(0, QUERIES)
     key = head_of(key, key_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
     value = head_of(value, value_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
-    q = times_sign(load_rows(query, query_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT), sign)  # [QUERIES, PADDED_DIM]
+    q = times_sign(load_rows(query, query_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT), SIGN)  # [QUERIES, PADDED_DIM]
 
     full, end = range_of_keys(first_query, keys, offset, CAUSAL, QUERIES, KEYS)
     maximum = tl.full([QUERIES], -INFINITY, tl.float32)

@@ -87,7 +87,7 @@ def forward(loop: Loop, call: Call, query: Tensor, key: Tensor, value: Tensor) -
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     scale = Scale.of(call.scale)
-    scales = {"sign": float(scale.sign), "magnitude": scale.magnitude, "exponent_scale": scale.exponent}
+    scales = {"SIGN": scale.sign, "magnitude": scale.magnitude, "exponent_scale": scale.exponent}
     arguments = with_strides(query=query, key=key, value=value, out=out) | {"lse": lse, "heads": call.heads} | scales
     _launch(loop, call, triton.cdiv(call.queries, loop.tile.queries) * call.heads * call.batch, arguments).run()
     return out, lse

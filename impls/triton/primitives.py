@@ -63,9 +63,9 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @device_function
-def times_sign(x, sign):
-    """sign x, exactly; sign is 1, -1 or 0."""
-    return rounded(x.to(tl.float32) * sign, x.dtype)
+def times_sign(x, SIGN: tl.constexpr):
+    """SIGN x, exactly; SIGN is 1, -1 or 0."""
+    return x if SIGN == 1 else rounded(x.to(tl.float32) * SIGN, x.dtype)
 
 
 @device_function

@@ -76,11 +76,10 @@ def delta_kernel(
 
 @device_function
 def exponential(scores, lse, scale):
-    """P = exp(scale scores - lse), in which an lse of -inf means an empty row, all of whose weights are 0.
+    """P = exp(scale scores - lse). In a row that sees no key, whose lse is -inf, it is anything: all of its places are masked afterwards.
 
     No weight is above 1. For huge scores the rounding of the stored LSE may say otherwise (half an ulp of 1e10 is 512): the minimum keeps it from overflowing.
     """
-    lse = tl.where(lse == -INFINITY, INFINITY, lse)
     return tl.exp2(tl.minimum(tl.fma(scores, scale, -lse), 0.0) * LOG2_E)
 
 
