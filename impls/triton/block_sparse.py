@@ -11,6 +11,7 @@ tiles make of each other, and the arithmetic of it, is in `steps.py`; grids and 
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,7 +159,7 @@ def forward_kernel(
 # --------------------------------------------------------------------------------------------------------------------------- backward
 
 
-@kernel
+@partial(kernel, and_for=("groups",))  # that it is 1 saves a loop, and the registers that would be spilled
 def dkey_dvalue_kernel(
     query, key, value, dout, lse, delta, dkey, dvalue, lists,
     query_strides, key_strides, value_strides, dout_strides, dkey_strides, dvalue_strides, lists_strides,
