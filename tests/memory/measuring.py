@@ -1,11 +1,14 @@
 """Peak memory of a call beyond what was there before it: torch's allocator statistics on a GPU, every allocation of torch counted on a CPU."""
 
 import gc
+import os
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler tells stderr of each start and stop
 
 Result = TypeVar("Result")
 Method = Literal["allocator", "counted"]
