@@ -10,7 +10,7 @@ from torch import Tensor
 
 from oracles import bounds
 
-BIAS_BLOCKS = 64  # blocks of rows over which the standard error of the bias is taken, at most
+BIAS_BLOCKS = 64  # blocks of rows, or of columns, over which the standard error of the bias is taken, at most
 BIAS_FEWEST_BLOCKS = 16  # with fewer, a standard error says too little and bias is not judged
 
 
@@ -103,9 +103,8 @@ def bias(actual: Tensor, exact: Float[Tensor, "..."], float32_bound: Float[Tenso
     weights to nearest makes on this input; what they lean is allowed on top.
     """
     rows = exact.reshape(-1, exact.shape[-1])
-    blocks = min(BIAS_BLOCKS, len(rows))
     got = actual.to(torch.float64).reshape(rows.shape)
-    if blocks < BIAS_FEWEST_BLOCKS or not (got.isfinite().all() and rows.isfinite().all()):
+    if len(rows) < BIAS_FEWEST_BLOCKS or not (got.isfinite().all() and rows.isfinite().all()):
         return None
     in_ulps = actual.dtype in (torch.float16, torch.bfloat16)
     unit = (bounds.worst_unit(rows, actual.dtype) if in_ulps else float32_bound.reshape(rows.shape)).sum()
@@ -118,11 +117,20 @@ def bias(actual: Tensor, exact: Float[Tensor, "..."], float32_bound: Float[Tenso
         return None  # float32 alone may be off by more than an output's rounding, and to either side: a lean of a fraction of it says nothing
     leans = []
     for sign in (rows.sign(), torch.ones_like(rows)):
-        sums = torch.stack([block.sum() for block in (beyond * sign).tensor_split(blocks)])
-        error = torch.sqrt(blocks / (blocks - 1) * (sums - sums.mean()).square().sum())
+        weighted = beyond * sign
+        error = max(_standard_error(weighted.sum(dim=1)), _standard_error(weighted.sum(dim=0)))
         own = max((float((cast.reshape(rows.shape) * sign).sum().abs() / unit) for cast in casts), default=0.0)
-        leans.append(Bias(float(sums.sum() / unit), float(error / unit), bounds.BIAS_ALLOWANCE + explained + own))
+        leans.append(Bias(float(weighted.sum() / unit), float(error / unit), bounds.BIAS_ALLOWANCE + explained + own))
     return max(leans, key=lambda lean: abs(lean.value) - bounds.BIAS_STANDARD_ERRORS * lean.standard_error - lean.allowance)
+
+
+def _standard_error(errors: Float[Tensor, " n"]) -> Tensor:
+    """Of their sum, from its blocks. Errors of one row are shared where its maximum or lse is off, those of one column where equal weights make rows equal:
+    of the two ways to sum a tensor the one that varies more tells.
+    """
+    blocks = min(BIAS_BLOCKS, len(errors))
+    sums = torch.stack([block.sum() for block in errors.tensor_split(blocks)])
+    return torch.sqrt(blocks / max(1, blocks - 1) * (sums - sums.mean()).square().sum())
 
 
 def rms(actual: Tensor, exact: Float[Tensor, "..."], variance: Float[Tensor, "..."]) -> Rms | None:

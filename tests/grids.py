@@ -88,6 +88,7 @@ b1 h2 q140 k300 d64 blocks0.5 shift-150     # the first tile that is visited may
 # What a search found, as small as it got: each failed once, of a kernel or of the suite. A new find is pinned here, without its dtype.
 _FOUND = """
 b1 h2/1 q33 k33 d16 causal x4 expanded      # gradients summed in float16 underflow at every step; the bound said once
+b1 h1 q18 k18 d16 uniform                   # equal weights make equal gradients of keys: one sample of a bias, not eighteen
 """
 
 _GPU_LENGTHS = """
@@ -213,8 +214,14 @@ def one_hot(dtype: Dtype, device: Device) -> list[Case]:
 
 
 def unity(dtype: Dtype, device: Device) -> list[Case]:
-    """Ordinary rows, and rows with a sink: one score above the others by 8."""
-    return _lines("b1 h2/1 q64 k80 d32\nb1 h1 q140 k140 d64 causal\nb1 h1 q70 k140 d64 spike x8", dtype)
+    """Ordinary rows; rows with a sink, one score above the others by 8; and scores so large that each rounding of a maximum shows, over several tiles of keys."""
+    text = """
+    b1 h2/1 q64 k80 d32
+    b1 h1 q140 k140 d64 causal
+    b1 h1 q70 k140 d64 spike x8
+    b1 h1 q128 k319 d64 x16 shift60000
+    """
+    return _lines(text, dtype)
 
 
 def scaled_values(dtype: Dtype, device: Device) -> list[Case]:

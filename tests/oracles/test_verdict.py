@@ -195,6 +195,18 @@ def test_one_wild_row_is_not_a_lean() -> None:
     assert not bias.leans  # four standard errors over blocks of rows are more than this
 
 
+def test_equal_rows_are_one_sample() -> None:
+    """As the keys' gradients are when all weights are equal: sixteen errors, however many rows repeat them."""
+    exact = exact_rows(rows=1, dim=16)
+    nearest = exact.half()
+    one_in_four_up = torch.where(torch.arange(16) % 4 == 0, torch.nextafter(nearest, torch.full_like(nearest, INF)), nearest)
+    bias = found(one_in_four_up.expand(64, 16), exact.expand(64, 16))
+    assert abs(bias.value) > bias.allowance
+    assert not bias.leans
+    up = torch.nextafter(nearest, torch.full_like(nearest, INF))
+    assert found(up.expand(64, 16), exact.expand(64, 16)).leans
+
+
 def test_where_bias_is_not_judged() -> None:
     exact = exact_rows()
     few = exact[: verdict.BIAS_FEWEST_BLOCKS - 1]
