@@ -214,7 +214,7 @@ def one_hot(dtype: Dtype, device: Device) -> list[Case]:
 
 
 def unity(dtype: Dtype, device: Device) -> list[Case]:
-    """Ordinary rows; rows with a sink, one score above the others by 8; and scores so large that each rounding of a maximum shows, over several tiles of keys."""
+    """Ordinary rows; rows with a sink, one score above the others by 8; and scores so large that every rounding of a maximum shows, in several tiles."""
     text = """
     b1 h2/1 q64 k80 d32
     b1 h1 q140 k140 d64 causal
