@@ -103,7 +103,8 @@ def units_of(problem: Problem, claim: "Claim") -> Units:
     arithmetic, dtype, keys = claim.arithmetic, claim.dtype or problem.query.dtype, problem.key.shape[2]
     roundoff = {"fma": 2.0**-24, "tensor_core": 2.0 * 2.0**-24, "float64": 2.0**-53}[arithmetic.accumulate]
     elementary = 2.0**-53 if arithmetic.accumulate == "float64" else 2.0**-24
-    cast = arithmetic.weights == "input" and dtype in (torch.float16, torch.bfloat16)
+    sixteen_bit = dtype in (torch.float16, torch.bfloat16)
+    cast = arithmetic.weights == "input" and sixteen_bit
     # An unknown tile is taken at its worst: as small as 16 for the number of steps, all keys for the length of a sum.
     tiles = math.ceil(keys / (arithmetic.key_tile or 16))
     return Units(
@@ -117,7 +118,7 @@ def units_of(problem: Problem, claim: "Claim") -> Units:
         tiny=_UNDERFLOW[dtype],
         tiles=tiles,
         row_sum=min(keys, arithmetic.key_tile + tiles) if arithmetic.key_tile else keys,
-        sixteen_bit_steps=_sixteen_bit_steps(problem, arithmetic) if cast else 0,
+        sixteen_bit_steps=_sixteen_bit_steps(problem, arithmetic) if sixteen_bit else 0,
     )
 
 

@@ -58,6 +58,15 @@ b1 h4/2 q70 k130 d40 mixed
 b1 h1 q65 k66 d192 causal
 b1 h1 q3 k1100 d16                         # many tiles of keys, and of queries: few scores, but every loop is long
 b1 h1 q1100 k3 d16 causal
+b2 h4/2 q1 k1100 d16                       # decoding: one query, many keys, groups
+b1 h1 q700 k900 d16 causal                 # both long
+b1 h8/2 q33 k40 d32 causal                 # groups of four, and more heads than any power of two below them
+b1 h17 q20 k20 d16
+b5 h2 q20 k20 d16 causal
+b1 h16/4 q3 k70 d40 causal-br
+b1 h1 q66 k66 d160 causal
+b1 h1 q40 k40 d112
+b1 h2 q66 k66 d32 scale1.0                 # T5's: not the same as none
 b1 h1 q128 k128 d64 dropout0.1
 b1 h4/2 q70 k130 d40 causal-br dropout0.5 transposed
 b1 h2 q300 k140 d64 blocks0.5
@@ -80,6 +89,8 @@ b1 h1 q140 k140 d64 x64
 b1 h1 q140 k140 d64 causal shift-100        # very negative LSE
 b1 h1 q129 k129 d64 shift-300
 b1 h1 q70 k150 d64 causal-br shift-100     # the last tile is hidden from some rows, whose scores are far below 0
+b1 h1 q140 k300 d64 spike x12               # beside a sink, whole tiles weigh little, and not nothing
+b1 h1 q20 k2000 d32 spike x12
 b1 h1 q140 k300 d64 rising x30             # by 13 from tile to tile: a maximum that lags behind lets weights grow beyond float16
 b1 h1 q140 k140 d64 positive shift100
 b1 h2 q140 k300 d64 blocks0.5 shift-150     # the first tile that is visited may be hidden: a maximum that stays 0 then loses every weight
@@ -190,12 +201,14 @@ def general_position(dtype: Dtype, device: Device) -> list[Case]:
     sixteen_bit = """
     b1 h1 q64 k2000 d16           # many tiles of keys: what is summed in 16 bit between them
     b1 h1 q1100 k40 d32           # many tiles of queries
+    b1 h8/1 q64 k64 d32           # many heads to a key head: what is summed in 16 bit between them
     b1 h1 q140 k140 d64 causal sharp
     b1 h1 q140 k140 d64 positive
     """
     single = """
     b1 h2 q500 k2 d8 x0.25        # two keys: hardly anything but the exponential rounds
     b1 h2 q128 k16 d16 x0.25
+    b1 h1 q140 k140 d8 sharp      # scores, and the digits of what they are products of
     b1 h1 q140 k140 d64 causal
     b1 h1 q140 k140 d64 positive
     """
