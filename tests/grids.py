@@ -58,12 +58,12 @@ b1 h4/2 q70 k130 d40 mixed
 b1 h1 q65 k66 d192 causal
 b1 h1 q3 k1100 d16                         # many tiles of keys, and of queries: few scores, but every loop is long
 b1 h1 q1100 k3 d16 causal
-b2 h4/2 q1 k1100 d16                       # decoding: one query, many keys, groups
+b1 h4/2 q1 k700 d16                        # decoding: one query, many keys, groups
 b1 h1 q700 k900 d16 causal                 # both long
 b1 h8/2 q33 k40 d32 causal                 # groups of four, and more heads than any power of two below them
 b1 h17 q20 k20 d16
 b5 h2 q20 k20 d16 causal
-b1 h16/4 q3 k70 d40 causal-br
+b1 h12/3 q3 k40 d16 causal-br
 b1 h1 q66 k66 d160 causal
 b1 h1 q40 k40 d112
 b1 h2 q66 k66 d32 scale1.0                 # T5's: not the same as none
