@@ -104,7 +104,7 @@ def failure_block(judgement: Judgement, threshold: str = "") -> str:
     if judgement.worst is not None:
         lines.append(f"worst at {where(judgement)}: got {value(judgement.worst.got)}, exact {value(judgement.worst.exact)}")
         lines.append(judgement.worst.note)
-    if judgement.bias is not None and size(worst) <= 1:
+    if judgement.bias is not None and (size(worst) <= 1 or abs(judgement.bias) > (judgement.bias_allowance or 0.0)):
         lines.append(bias_line(judgement))
     lines += [threshold, judgement.message.strip(), f"again: {repeat_line(judgement)}"]
     return "\n".join(line for line in lines if line)

@@ -243,6 +243,8 @@ def _factors(score: float, scale: float) -> tuple[float, float]:
     if not score or not scale:
         return 0.0, 0.0
     product = score / scale
+    if not math.isfinite(product):
+        raise ValueError(f"case: a score of {score:g} over a scale of {scale:g} is beyond float64; a smaller magnitude or shift would do")
     power = 2.0 ** math.floor(math.log2(abs(product)) / 2)
     return power, product / power
 

@@ -239,6 +239,8 @@ def _parsed_case(line: str | None) -> Case | None:
     """The case of the command line. Raises ValueError for one that cannot be built: a word unknown, numbers beyond the dtype."""
     if line is None:
         return None
+    if not line.strip():
+        raise ValueError("--case: is empty; give a case, as a report prints it")
     case = Case.parse(line)
     inputs(case)
     return case

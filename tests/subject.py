@@ -64,7 +64,7 @@ class Subject:
         arithmetic = self.implementation.arithmetic(self.dtype, self.device)
         verdicts = judging.judge(answer, case, arithmetic, names, given)
         for judged in verdicts:
-            self._record_judged(judged, case, answer.seconds, axes or {}, note)
+            self._record_judged(judged, case, answer.seconds, axes or {}, note, own=given is None)
         return verdicts
 
     def attend(self, case: Case, *, backward: bool, given: Inputs | None = None) -> Answer | None:
@@ -206,7 +206,7 @@ class Subject:
             status, fields["message"], fields["link"] = "known defect", self.defect["seen"], self.defect["link"]
         self.emit(self._judgement(case, status, **fields))
 
-    def _record_judged(self, judged: Judged, case: Case, seconds: float, axes: dict[str, float], note: str = "") -> None:
+    def _record_judged(self, judged: Judged, case: Case, seconds: float, axes: dict[str, float], note: str = "", *, own: bool = True) -> None:
         self.judged += 1
         worst = judged.rho.worst if judged.statistical is None or judged.rho.value >= judged.statistical.value else judged.statistical.worst
         fields: dict[str, object] = {
@@ -223,7 +223,7 @@ class Subject:
                 exact=figure(worst.exact),
                 error=figure(worst.error),
                 bound=figure(worst.bound),
-                note=note if judged.passed else judging.describe_row(case, self.device, worst.index, judged.tensor),
+                note=note if judged.passed else judging.describe_row(case, self.device, worst.index, judged.tensor) if own else "",
             ),
             "seconds": seconds,
             "axes": axes,
