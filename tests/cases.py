@@ -21,7 +21,7 @@ from oracles.problem import Problem
 
 Masking = Literal["full", "causal", "causal-br"]
 Family = Literal["normal", "outliers", "sharp", "positive", "spike", "rising", "ties", "uniform"]
-Layout = Literal["contiguous", "transposed", "sliced", "expanded", "mixed"]
+Layout = Literal["contiguous", "offset", "transposed", "sliced", "expanded", "mixed"]
 
 FAMILIES: dict[Family, str] = {
     "normal": "standard normal entries",
@@ -295,14 +295,18 @@ def _laid_out(tensor: Tensor, layout: Layout, device: str | torch.device, outsid
         case "contiguous":
             buffer = torch.full((tensor.numel() + 2 * GUARD,), outside, dtype=tensor.dtype, device=device)
             view = buffer[GUARD : GUARD + tensor.numel()].view(tensor.shape)
+        case "offset":  # begins one element behind an address that vector loads ask for, as a slice may
+            buffer = torch.full((tensor.numel() + 2 * GUARD,), outside, dtype=tensor.dtype, device=device)
+            view = buffer[GUARD + 1 : GUARD + 1 + tensor.numel()].view(tensor.shape)
         case "transposed":  # [batch, length, heads, dim], as projections leave it
             buffer = torch.full((batch, length + 1, heads, dim), outside, dtype=tensor.dtype, device=device)
             view = buffer[:, :length].transpose(1, 2)
         case "sliced":  # every second row and every second column of a larger buffer
             buffer = torch.full((batch, heads, 2 * length, 2 * dim), outside, dtype=tensor.dtype, device=device)
             view = buffer[:, :, ::2, ::2]
-        case "expanded":  # one head's tensor for all heads, with a stride of 0
-            return tensor[:, :1].clone().expand(batch, heads, length, dim)
+        case "expanded":  # one batch entry for all, or one head for all, with a stride of 0
+            one = tensor[:1] if batch > 1 else tensor[:, :1]
+            return one.clone().expand(batch, heads, length, dim)
         case "mixed":
             raise ValueError("layout: mixed is of four tensors, not of one")
     return view.copy_(tensor)

@@ -52,6 +52,8 @@ b1 h1 q70 k70 d64 causal scale0
 b2 h2 q97 k97 d64 causal transposed
 b2 h2 q65 k81 d32 sliced
 b1 h3 q72 k72 d64 expanded
+b2 h2 q20 k40 d32 causal expanded          # with several batch entries, those are one memory, and heads are not
+b1 h2 q70 k66 d64 causal offset
 b2 h4/2 q66 k66 d40 causal transposed
 b2 h2 q65 k65 d64 causal mixed             # key and value, query and dout of one shape, with strides of their own
 b1 h4/2 q70 k130 d40 mixed
@@ -196,6 +198,11 @@ def small(dtype: Dtype, device: Device) -> list[Case]:
     return _lines("b2 h2 q65 k65 d64\nb1 h2 q40 k40 d32 causal", dtype)
 
 
+def trained(dtype: Dtype, device: Device) -> list[Case]:
+    """A small case for calls that are made in other ways than one forward and its backward."""
+    return _lines("b1 h1 q24 k24 d40\nb1 h1 q24 k24 d40 causal", dtype)
+
+
 def general_position(dtype: Dtype, device: Device) -> list[Case]:
     """Cases whose errors are independent of one another, so that their mean square is known; each brings out another rounding."""
     sixteen_bit = """
@@ -238,8 +245,8 @@ def unity(dtype: Dtype, device: Device) -> list[Case]:
 
 
 def scaled_values(dtype: Dtype, device: Device) -> list[Case]:
-    """Plain cases, in the dtypes whose range a power of two does not leave."""
-    return [] if dtype == "float16" else _lines("b1 h2/1 q40 k70 d64\nb1 h1 q66 k66 d40 causal", dtype)
+    """Plain cases: numbers that powers of two leave in the range of the dtype."""
+    return _lines("b1 h2/1 q40 k70 d64\nb1 h1 q66 k66 d40 causal", dtype)
 
 
 def ordered(dtype: Dtype, device: Device) -> list[Case]:
@@ -305,7 +312,7 @@ def drawn(draw: st.DrawFn, supports: Supports, dtype: Dtype) -> Case:
     maskings += ["causal"] if "top_left" in supports.causal else []
     maskings += ["causal-br"] if "bottom_right" in supports.causal else []
     families: list[Family] = ["normal", "positive", "sharp", "outliers", "ties", "uniform", "spike", "rising"]
-    layout_names: list[Layout] = ["contiguous", "transposed", "sliced", "expanded", "mixed"]
+    layout_names: list[Layout] = ["contiguous", "transposed", "sliced", "expanded", "mixed", "offset"]
     family: Family = one_of(families)  # type: ignore[assignment]
     case = Case(
         batch=draw(st.integers(1, 2)),

@@ -5,8 +5,8 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -19,6 +19,7 @@ from tests.world import left_alone
 
 TensorName = Literal["out", "lse", "dq", "dk", "dv"]
 TENSORS: tuple[TensorName, ...] = get_args(TensorName)
+GRADIENTS: tuple[TensorName, ...] = ("dq", "dk", "dv")  # of query, key and value, in this order
 
 
 class Refused(Exception):
@@ -93,6 +94,29 @@ def calling(case: Case) -> Generator[list[str], None, None]:
         watch(None)
 
 
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """A call whose forward was answered. Its backward may follow at once, after that of another call, twice, or never."""
+
+    implementation: Implementation
+    case: Case
+    inputs: Inputs
+    leaves: tuple[Tensor, ...]  # query, key, value, as they were given
+    before: dict[str, Tensor]  # the bytes of each input, before the call
+    tensors: dict[TensorName, Tensor]  # out and, where claimed, lse
+    seconds: float
+    changed: tuple[str, ...]
+
+    @property
+    def carries_gradient(self) -> bool:
+        """Whether autograd can go back from the output."""
+        return self.tensors["out"].requires_grad
+
+    def answer(self) -> Answer:
+        """The answer of a call without a backward."""
+        return Answer({name: tensor.detach() for name, tensor in self.tensors.items()}, self.seconds, self.carries_gradient, self.changed)
+
+
 def attend(implementation: Implementation, case: Case, inputs: Inputs, *, backward: bool) -> Answer:
     """Calls the implementation, and its backward if asked. Raises Refused or Fault.
 
@@ -100,29 +124,38 @@ def attend(implementation: Implementation, case: Case, inputs: Inputs, *, backwa
     """
     about = (implementation.name, replace(case, seed=0), backward)
     try:
-        with calling(case) as changed:
-            answer = _attend(implementation, case, inputs, backward)
+        call = forward(implementation, case, inputs, wanted=GRADIENTS if backward else ())
+        answer = go_back(call) if backward and call.carries_gradient else call.answer()
     except Refused as refusal:
         if about in _answered:
             raise Fault(f"refused what it had answered before: {refusal}") from refusal
         raise
     _answered.add(about)
-    return replace(answer, changed=tuple(changed))
+    return answer
 
 
 _answered: set[tuple[str, Case, bool]] = set()  # of an implementation, whatever the seed, with backward or without
 
 
-def _attend(implementation: Implementation, case: Case, inputs: Inputs, backward: bool) -> Answer:
-    given = {"query": inputs.query, "key": inputs.key, "value": inputs.value, "output gradient": inputs.dout}
+def forward(
+    implementation: Implementation,
+    case: Case,
+    inputs: Inputs,
+    *,
+    wanted: Sequence[TensorName] = (),
+    under: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Forward:
+    """Calls the implementation. wanted: of which inputs a gradient will be asked; under: what the call stands in, as in torch.no_grad."""
+    given = _given(inputs)
     before = {name: _memory(tensor).clone() for name, tensor in given.items()}
-    leaves = tuple(tensor.detach().requires_grad_(backward) for tensor in (inputs.query, inputs.key, inputs.value))
+    leaves = tuple(tensor.detach().requires_grad_(name in wanted) for name, tensor in zip(GRADIENTS, (inputs.query, inputs.key, inputs.value), strict=True))
     keywords = arguments(case, implementation.supports, inputs)
     _poison_free_memory(inputs)
     started = time.perf_counter()
-    with _one_process():
+    with calling(case) as changed, _one_process():
         try:
-            returned = implementation.attention(*leaves, **keywords)
+            with under():
+                returned = implementation.attention(*leaves, **keywords)
             early = _read_in_stream(returned)
             _synchronise(inputs)
         except BaseException as error:
@@ -131,32 +164,46 @@ def _attend(implementation: Implementation, case: Case, inputs: Inputs, backward
             if implementation.bare and _declines(error):
                 raise Refused(_said(error)) from error
             raise Fault(f"forward raised {_said(error)}", spoils=_spoils(error)) from error
+    seconds = time.perf_counter() - started
     tensors = _outputs(returned, implementation.supports, case, inputs)
     for name, tensor in tensors.items():
         if any(tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for other in given.values()):
             raise Fault(f"{name} shares memory with an input")
-    out = tensors["out"]
-    if early is not None and not _same_bits(early, out):
+    if early is not None and not _same_bits(early, tensors["out"]):
         raise Fault("out was not ready when the caller's stream read it: it is computed in another stream, which the caller's does not wait for")
-    if backward and out.requires_grad:
-        with _one_process():
-            try:
-                gradients = torch.autograd.grad(out, leaves, inputs.dout, allow_unused=True)
-                _synchronise(inputs)
-            except BaseException as error:
-                if _is_the_users(error):
-                    raise
-                if implementation.bare and isinstance(error, NotImplementedError):
-                    raise Refused(f"backward: {_said(error)}") from error
-                raise Fault(f"backward raised {_said(error)}", spoils=_spoils(error)) from error
-        names: tuple[TensorName, ...] = ("dq", "dk", "dv")
-        for name, leaf, gradient in zip(names, leaves, gradients, strict=True):
-            # No gradient at all for an input is the same statement as a gradient of zero, and judged as such.
-            tensors[name] = torch.zeros_like(leaf) if gradient is None else gradient
-    seconds = time.perf_counter() - started
     _check_untouched(given, before)
-    detached = {name: tensor.detach() for name, tensor in tensors.items()}
-    return Answer(detached, seconds, has_gradient=not backward or out.requires_grad)
+    return Forward(implementation, case, inputs, leaves, before, tensors, seconds, tuple(changed))
+
+
+def go_back(call: Forward, *, dout: Tensor | None = None, keep: bool = False) -> Answer:
+    """The backward of a call, by autograd, of the inputs whose gradient is wanted.
+
+    dout: the output gradient, where it is not the call's own. keep: the graph is kept for another backward; a bare callable may decline that.
+    """
+    wanted = [(name, leaf) for name, leaf in zip(GRADIENTS, call.leaves, strict=True) if leaf.requires_grad]
+    given = call.inputs.dout if dout is None else dout
+    started = time.perf_counter()
+    with calling(call.case) as changed, _one_process():
+        try:
+            gradients = torch.autograd.grad(call.tensors["out"], [leaf for _, leaf in wanted], given, allow_unused=True, retain_graph=keep)
+            _synchronise(call.inputs)
+        except BaseException as error:
+            if _is_the_users(error):
+                raise
+            if call.implementation.bare and (isinstance(error, NotImplementedError) or (keep and _declines(error))):
+                raise Refused(f"backward: {_said(error)}") from error
+            raise Fault(f"backward raised {_said(error)}", spoils=_spoils(error)) from error
+    seconds = call.seconds + time.perf_counter() - started
+    tensors = dict(call.tensors)
+    for (name, leaf), gradient in zip(wanted, gradients, strict=True):
+        # No gradient at all for an input is the same statement as a gradient of zero, and judged as such.
+        tensors[name] = torch.zeros_like(leaf) if gradient is None else gradient
+    _check_untouched(_given(call.inputs), call.before)
+    return Answer({name: tensor.detach() for name, tensor in tensors.items()}, seconds, changed=(*call.changed, *changed))
+
+
+def _given(inputs: Inputs) -> dict[str, Tensor]:
+    return {"query": inputs.query, "key": inputs.key, "value": inputs.value, "output gradient": inputs.dout}
 
 
 def _poison_free_memory(inputs: Inputs) -> None:

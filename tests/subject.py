@@ -5,7 +5,9 @@ A check is a test function that takes `subject` and carries `@pytest.mark.check(
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import hypothesis
 import torch
@@ -19,12 +21,13 @@ from tests import judging, profiles
 from tests.cases import Case, Inputs, inputs
 from tests.isolation import end_if_spoilt
 from tests.judging import Judged
-from tests.running import Answer, Fault, Refused, TensorName, attend
+from tests.running import GRADIENTS, Answer, Fault, Forward, Refused, TensorName, attend, forward, go_back
 
 FORWARD: tuple[TensorName, ...] = ("out", "lse")
-BACKWARD: tuple[TensorName, ...] = ("dq", "dk", "dv")
+BACKWARD = GRADIENTS
 SLOW = 0.1  # seconds
 REPETITIONS = 16  # of a call whose bits may vary from run to run
+Result = TypeVar("Result")
 
 
 @dataclass(eq=False)
@@ -69,24 +72,43 @@ class Subject:
 
     def attend(self, case: Case, *, backward: bool, given: Inputs | None = None) -> Answer | None:
         """The answer to a case, or None when it was refused or failed; either is recorded. `given` replaces the case's own tensors."""
+        answer = self._tried(case, lambda: attend(self.implementation, case, given or inputs(case, self.device), backward=backward))
+        return answer if answer is None or not backward or self._carries_gradient(case, answer.has_gradient) else None
+
+    def forward(
+        self, case: Case, given: Inputs, *, wanted: Sequence[TensorName] = BACKWARD, under: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> Forward | None:
+        """The forward alone of a call, whose backward may follow. wanted: which gradients; under: what the call stands in. None as of `attend`."""
+        return self._tried(case, lambda: forward(self.implementation, case, given, wanted=wanted, under=under))
+
+    def backward(self, call: Forward | None, *, dout: Tensor | None = None, keep: bool = False) -> Answer | None:
+        """The backward of a call, with another output gradient if that is given. keep: there may be another backward. None as of `attend`."""
+        if call is None or not self._carries_gradient(call.case, call.carries_gradient):
+            return None
+        return self._tried(call.case, lambda: go_back(call, dout=dout, keep=keep))
+
+    def _tried(self, case: Case, run: Callable[[], Result]) -> Result | None:
+        """What comes of running the kernel, or None when it was refused or failed; either is recorded."""
         try:
-            answer = attend(self.implementation, case, given or inputs(case, self.device), backward=backward)
+            return run()
         except Refused as refusal:
             self.refusals.append(str(refusal))
             self._emit(case, "refused", message=str(refusal))
-            return None
         except Fault as fault:
             self.fail(case, str(fault))
             end_if_spoilt(fault)
-            return None
-        if backward and not answer.has_gradient:
-            if self.implementation.bare:
-                self.refusals.append("the output carries no gradient")
-                self._emit(case, "refused", message="the output carries no gradient: backward is not verified")
-                return None
+        return None
+
+    def _carries_gradient(self, case: Case, carries: bool) -> bool:
+        """Whether a backward can follow; if not, that is recorded."""
+        if carries:
+            return True
+        if self.implementation.bare:
+            self.refusals.append("the output carries no gradient")
+            self._emit(case, "refused", message="the output carries no gradient: backward is not verified")
+        else:
             self.fail(case, "the output carries no gradient, and backward is claimed")
-            return None
-        return answer
+        return False
 
     def is_slow(self, case: Case, *, backward: bool) -> bool:
         """Whether a long sequence takes a tenth of a second or more, twice: the first call may have compiled. The next length would take sixteen times that."""

@@ -1,0 +1,102 @@
+"""Calls as training and inference make them: an answer does not depend on which gradients are wanted, on when a backward runs and how often, or on which
+tensors share their memory. Whatever the way, it is judged by its bound.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+
+from tests import grids
+from tests.cases import Inputs, inputs, not_claimed
+from tests.subject import BACKWARD, FORWARD, Subject
+
+
+@pytest.mark.check(grid=grids.trained)
+def test_without_gradients(subject: Subject) -> None:
+    """Under no_grad, of tensors that want gradients, and under inference_mode: the output and the lse are inside the bound there too."""
+    for case in subject.cases[-1:]:
+        for under, wanted in ((torch.no_grad, BACKWARD), (torch.inference_mode, ())):
+            call = subject.forward(case, inputs(case, subject.device), wanted=wanted, under=under)
+            if call is not None:
+                subject.judge_answer(call.answer(), case, FORWARD, note=f"called under torch.{under.__name__}")
+
+
+@pytest.mark.check(grid=grids.trained, claims=("backward",))
+def test_some_gradients(subject: Subject) -> None:
+    """Gradients of one input alone, and of two of the three: those that are wanted are right."""
+    for case in subject.cases[-1:]:
+        for wanted in (*combinations(BACKWARD, 1), *combinations(BACKWARD, 2)):
+            answer = subject.backward(subject.forward(case, inputs(case, subject.device), wanted=wanted))
+            if answer is not None:
+                subject.judge_answer(answer, case, wanted, note=f"no other gradient was asked for than {' and '.join(wanted)}")
+
+
+@pytest.mark.check(grid=grids.trained, claims=("backward",))
+def test_two_forwards(subject: Subject) -> None:
+    """Two calls before the backward of either, which then come in the order of the calls and in the opposite one, as in a network of two layers."""
+    for case in subject.cases[-1:]:
+        other = replace(case, seed=case.seed + 1, scale=0.5)
+        if not_claimed(other, subject.implementation.supports):
+            other = replace(other, scale=case.scale)
+        for step, order in ((1, "the first call's first"), (-1, "the last call's first")):
+            calls = [subject.forward(one, inputs(one, subject.device)) for one in (case, other)]
+            for call in calls[::step]:
+                answer = subject.backward(call)
+                if call is not None and answer is not None:
+                    subject.judge_answer(answer, call.case, BACKWARD, note=f"two calls, then their backwards, {order}")
+
+
+@pytest.mark.check(grid=grids.trained, claims=("backward",))
+def test_backward_twice(subject: Subject) -> None:
+    """Two backwards of one call, with two output gradients: what the first one needed of the forward is still there, and its gradients stay."""
+    for case in subject.cases[-1:]:
+        given = inputs(case, subject.device)
+        other = replace(given, dout=inputs(replace(case, seed=case.seed + 1), subject.device).dout)
+        call = subject.forward(case, given)
+        first = subject.backward(call, keep=True)
+        if first is None:
+            continue
+        kept = {name: first[name].clone() for name in BACKWARD}
+        second = subject.backward(call, dout=other.dout, keep=True)
+        if second is None:
+            continue
+        subject.judge_answer(second, case, BACKWARD, given=other, note="the second backward of one call")
+        for name, tensor in kept.items():
+            subject.expect_equal(tensor, first[name], case, name, f"a second backward of the call changed the first one's {name}")
+
+
+@pytest.mark.check(grid=grids.trained, claims=("backward", "strided"))
+def test_backward_of_a_sum(subject: Subject) -> None:
+    """`out.sum().backward()`: the output gradient is one number in memory, with strides of 0."""
+    for case in subject.cases[-1:]:
+        given = inputs(case, subject.device)
+        summed = replace(given, dout=torch.ones_like(given.dout[:1, :1, :1, :1]).expand(given.dout.shape))
+        answer = subject.attend(case, backward=True, given=summed)
+        if answer is not None:
+            subject.judge_answer(answer, case, BACKWARD, given=summed, note="the output gradient is that of a sum: ones, with strides of 0")
+
+
+@pytest.mark.check(grid=grids.trained)
+def test_one_memory(subject: Subject) -> None:
+    """Tensors that share their memory: key and value in one tensor, all three in one, and the columns of one projection."""
+    supports = subject.implementation.supports
+    for case in subject.cases[-1:]:
+        for words, given in _shared(inputs(case, subject.device), strided=supports.strided):
+            answer = subject.attend(case, backward=supports.backward, given=given)
+            if answer is not None:
+                subject.judge_answer(answer, case, FORWARD + BACKWARD if supports.backward else FORWARD, given=given, note=words)
+
+
+def _shared(given: Inputs, *, strided: bool) -> Iterator[tuple[str, Inputs]]:
+    yield "key and value are one tensor", replace(given, value=given.key)
+    if given.query.shape != given.key.shape:
+        return  # a case of the command line
+    yield "query, key and value are one tensor", replace(given, query=given.key, value=given.key)
+    if strided:
+        # packed: [batch, length, 3, heads, dim], as one projection leaves it
+        packed = torch.stack([tensor.transpose(1, 2) for tensor in (given.query, given.key, given.value)], dim=2)
+        query, key, value = (packed[:, :, column].transpose(1, 2) for column in range(3))
+        yield "query, key and value are columns of one tensor", replace(given, query=query, key=key, value=value)
