@@ -94,6 +94,7 @@ def of_callable(attention: object, name: str) -> Implementation:
         grouped_heads="enable_gqa" in keywords,
         cross_lengths=True,
         strided=True,
+        unaligned=True,
         block_mask="block_mask" in keywords,
         dropout={"dropout_p", "dropout_seed"} <= keywords,
         lse="return_lse" in keywords,

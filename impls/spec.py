@@ -30,7 +30,8 @@ class Supports:
     scale: Literal["default", "positive", "finite"] = "default"  # "finite" takes zero and negative scales too
     grouped_heads: bool = False
     cross_lengths: bool = False  # queries != keys
-    strided: bool = False  # any strides and any first address: transposed, sliced, expanded, off by one; inputs and output gradients
+    strided: bool = False  # any strides: transposed, sliced, expanded; inputs and output gradients
+    unaligned: bool = False  # tensors that begin anywhere, not only at an address that vector loads ask for
     block_mask: bool = False
     dropout: bool = False
     lse: bool = False  # return_lse=True answers (out, lse)
@@ -49,6 +50,7 @@ OWN_KERNELS = Supports(
     grouped_heads=True,
     cross_lengths=True,
     strided=True,
+    unaligned=True,
     dropout=True,
     lse=True,
     deterministic=True,

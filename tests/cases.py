@@ -152,7 +152,8 @@ def not_claimed(case: Case, supports: Supports) -> str | None:
         (case.scale is None or supports.scale != "default", "scale"),
         (case.scale is None or case.scale > 0 or supports.scale == "finite", "scale that is zero or negative"),
         (not case.dropout or supports.dropout, "dropout"),
-        (case.layout == "contiguous" or supports.strided, f"{case.layout} inputs"),
+        (case.layout in ("contiguous", "offset") or supports.strided, f"{case.layout} inputs"),
+        (case.layout != "offset" or supports.unaligned, "tensors that begin anywhere"),
     )
     return next((feature for covered, feature in rules if not covered), None)
 

@@ -9,6 +9,7 @@ Hosts are forks of the main process, which costs milliseconds. Where there is a 
 
 import ctypes
 import faulthandler
+import hashlib
 import os
 import re
 import resource
@@ -25,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import BinaryIO, Literal, NoReturn
 
 import msgspec
 import pytest
@@ -112,8 +113,68 @@ class Guest:
             self.say("done")
 
 
+class Diary:
+    """What a worker of pytest-xdist, which runs the kernels of the catalogue, leaves behind of a check in which it dies: line by line, as it happens.
+
+    xdist says which test a worker died in, and starts another worker. Which case it was, and what was found until then, its controller reads here.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: BinaryIO | None = None
+        running.watch = lambda case: self.write("back") if case is None else self.write("calling", str(case))
+
+    def begin(self, name: str, about: Record) -> None:
+        """Of a check. about: what is to be recorded if the worker dies in it."""
+        self._file = _diary(self._folder, name).open("wb", buffering=0)
+        self.write("about", msgspec.json.encode(about).decode())
+
+    def write(self, kind: Literal["about", "calling", "back", "record"], content: str = "") -> None:
+        """A line of the check that runs, if one does."""
+        if self._file:
+            self._file.write(msgspec.json.encode((kind, content)) + b"\n")
+
+    def end(self) -> None:
+        """Of a check that the worker has survived."""
+        if self._file:
+            self._file.close()
+            Path(os.fsdecode(self._file.name)).unlink()
+            self._file = None
+
+    @staticmethod
+    def read(folder: Path, name: str) -> "Unfinished | None":
+        """What a worker left of a check."""
+        path = _diary(folder, name)
+        if not path.exists():
+            return None
+        lines = [msgspec.json.decode(line, type=tuple[str, str]) for line in path.read_bytes().splitlines()]
+        cases = [content for kind, content in lines if kind == "calling"]
+        return Unfinished(
+            about=lines[0][1],
+            records=[content for kind, content in lines if kind == "record"],
+            case=cases[-1] if cases else "",
+            in_call=lines[-1][0] == "calling",
+            is_told=lines[-1][0] == "record",
+        )
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """What is known of a check in which a worker died."""
+
+    about: str  # a record, encoded
+    records: list[str]
+    case: str  # the line of the last one that a kernel was given
+    in_call: bool  # whether it had not come back
+    is_told: bool  # whether a record was the last that was heard, as where a kernel left the device in error
+
+
+def _diary(folder: Path, name: str) -> Path:
+    return folder / f"{hashlib.sha256(name.encode()).hexdigest()}.diary"
+
+
 def end_if_spoilt(fault: running.Fault) -> None:
-    """Ends a host that a kernel left unusable, once its failure is told. Nothing elsewhere."""
+    """Ends a process that a kernel left unusable, once its failure is told: a host or a worker, in whose place there will be another. Nothing elsewhere."""
     if fault.spoils and running.watch is not running._nobody:
         os._exit(SPOILT)
 

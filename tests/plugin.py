@@ -30,7 +30,7 @@ from reports.evidence import size, worst_rho
 from reports.record import Absence, Claim, Environment, Judgement, Record, append
 from tests import judging, profiles
 from tests.cases import Case, inputs, not_claimed
-from tests.isolation import Guest, Hosts
+from tests.isolation import Diary, Guest, Hosts
 from tests.subject import Subject, summary
 from tests.world import FILTERS, left_alone
 
@@ -158,11 +158,12 @@ class State:
         worker = getattr(config, "workerinput", None)
         host: str | None = config.getoption("--host")
         self.run: str = worker["flashproof_run"] if worker else host.split(",")[3] if host else run_name()
+        self.shared = Path(tempfile.gettempdir()) / f"flashproof-{self.run}"  # what the processes of a run leave one another
         self.guest = Guest.spawned(host) if host else None  # set in a host: what it finds goes to the main process
+        self.diary = Diary(self.shared) if worker else None  # of a worker of pytest-xdist
         self.is_worker = worker is not None or host is not None
         self.hosts = config.stash.get(HOSTS, 0)
         self.shown: set[str] = set()  # implementations of which a failure was shown while the run went on
-        self.shared = Path(tempfile.gettempdir()) / f"flashproof-{self.run}"
         self.path = Path(config.getoption("--records") or RUNS / f"{self.run}.jsonl")
         self.written = 0
         self.passed: dict[str, int] = {}
@@ -390,9 +391,11 @@ def recorder(request: pytest.FixtureRequest) -> Recorder:
 
 def _attach(item: pytest.Item, record: Record) -> None:
     line = msgspec.json.encode(record).decode()
-    guest = item.config.stash[STATE].guest
-    if guest:
-        guest.say("record", line)  # at once: the next call may be its last
+    state = item.config.stash[STATE]
+    if state.diary:
+        state.diary.write("record", line)
+    if state.guest:
+        state.guest.say("record", line)  # at once: the next call may be its last
     else:
         # User properties travel from a worker to the controller, so one process writes the file.
         item.user_properties.append(("flashproof", line))
@@ -400,14 +403,41 @@ def _attach(item: pytest.Item, record: Record) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    result = yield
-    subject = pyfuncitem.funcargs.get("subject")
+    diary, subject = pyfuncitem.config.stash[STATE].diary, pyfuncitem.funcargs.get("subject")
+    if diary and isinstance(subject, Subject):
+        diary.begin(pyfuncitem.nodeid, subject.unfinished())
+    try:
+        result = yield
+    finally:
+        if diary:
+            diary.end()
     if isinstance(subject, Subject):
         if subject.failures:
             pytest.fail(summary(subject), pytrace=False)
         if not subject.judged:
             pytest.skip(f"refused: {subject.refusals[0]}" if subject.refusals else "nothing to judge")
     return result
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport) -> None:
+    """A worker of pytest-xdist died in a check, which has failed with all that its diary holds. The run goes on with another worker."""
+    state = _session_state
+    if state is None or (left := Diary.read(state.shared, crashitem)) is None:
+        return
+    found = [_decoder.decode(line) for line in left.records]
+    if not left.is_told:
+        how = "the process died in the call" if left.in_call else "the process died after the call had come back: it was damaged"
+        found.append(msgspec.structs.replace(_decoder.decode(left.about), case=left.case, message=how))
+    for record in found:
+        state.record(record)
+    failures = [record for record in found if isinstance(record, Judgement) and record.status in ("failed", "known defect")]
+    known = all(record.status == "known defect" for record in failures)
+    words = [record.message if "\n" in record.message else wording.failure_block(record) for record in failures]
+    report.when, report.outcome = "call", "skipped" if known else "failed"
+    report.longrepr = "\n\n".join([*words, "the process is of no further use: the other cases of this check were left out"])
+    if known:
+        report.wasxfail = failures[-1].message
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

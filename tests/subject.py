@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import hypothesis
+import msgspec
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -222,6 +223,11 @@ class Subject:
     def _judgement(self, case: Case, status: Status, **fields: object) -> Judgement:
         about: dict[str, str] = {"run": self.run, "implementation": self.implementation.name, "check": self.check, "case": str(case)}
         return Judgement(**about, dtype=self.dtype, device=self.device, status=status, **fields)  # type: ignore[arg-type]
+
+    def unfinished(self) -> Judgement:
+        """What is to be recorded, with a case and in words, if this process does not survive the check."""
+        about = self._judgement(Case(), "known defect" if self.defect else "failed", link=self.defect["link"] if self.defect else "")
+        return msgspec.structs.replace(about, case="")
 
     def _emit(self, case: Case, status: Status, **fields: object) -> None:
         if status == "failed" and self.defect:

@@ -84,7 +84,7 @@ def arithmetic_of_efficient(dtype: Dtype, device: Device) -> Arithmetic:
 math = Implementation(
     name="sdpa.math",
     attention=pinned(SDPBackend.MATH),
-    supports=Supports(causal=("top_left",), scale="finite", grouped_heads=True, cross_lengths=True, strided=True),
+    supports=Supports(causal=("top_left",), scale="finite", grouped_heads=True, cross_lengths=True, strided=True, unaligned=True),
     arithmetic=arithmetic_of_math,
     summary="PyTorch's textbook attention: whole matrices in float32.",
     missing=not_on_cuda,
@@ -94,13 +94,14 @@ math = Implementation(
 flash_cpu = Implementation(
     name="sdpa.flash_cpu",
     attention=unit_stride(pinned(SDPBackend.FLASH_ATTENTION)),
-    supports=Supports(devices=("cpu",), causal=("top_left",), scale="positive", grouped_heads=True, cross_lengths=True, strided=True),
+    supports=Supports(devices=("cpu",), causal=("top_left",), scale="positive", grouped_heads=True, cross_lengths=True, strided=True, unaligned=True),
     arithmetic=arithmetic_of_flash_cpu,
     summary="PyTorch's fused kernel for the CPU.",
 )
 
 # The kernels for CUDA stand as they are (`bare`): beyond their claims they refuse, and say so, what no claim can name, such as causal masks with
-# queries != keys (flash, whose own alignment is bottom-right) or a single key (cuDNN).
+# queries != keys (flash, whose own alignment is bottom-right) or a single key (cuDNN). Of tensors that begin anywhere cuDNN answers the forward, and declines
+# only the backward: not claimed.
 flash = Implementation(
     name="sdpa.flash",
     attention=unit_stride(pinned(SDPBackend.FLASH_ATTENTION)),
@@ -112,6 +113,7 @@ flash = Implementation(
         grouped_heads=True,
         cross_lengths=True,
         strided=True,
+        unaligned=True,
     ),
     arithmetic=arithmetic_by_heads,
     summary="FlashAttention-2 as shipped with PyTorch.",
@@ -122,7 +124,9 @@ flash = Implementation(
 efficient = Implementation(
     name="sdpa.efficient",
     attention=unit_stride(pinned(SDPBackend.EFFICIENT_ATTENTION)),
-    supports=Supports(devices=("cuda",), causal=("top_left",), scale="positive", cross_lengths=True, strided=True, dims=(8, 256), dim_multiple=8),
+    supports=Supports(
+        devices=("cuda",), causal=("top_left",), scale="positive", cross_lengths=True, strided=True, unaligned=True, dims=(8, 256), dim_multiple=8
+    ),
     arithmetic=arithmetic_of_efficient,
     summary="xFormers' memory-efficient kernel (CUTLASS) as shipped with PyTorch.",
     missing=not_on_cuda,

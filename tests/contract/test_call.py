@@ -97,6 +97,13 @@ def _renew(given: Inputs, new: Inputs) -> Inputs:
     return replace(given, block_mask=new.block_mask)
 
 
+@pytest.mark.check(grid=grids.addresses, claims=("unaligned",))
+def test_addresses(subject: Subject) -> None:
+    """Tensors that do not begin at a multiple of 16 bytes, as slices of others may."""
+    for case in subject.cases:
+        subject.judge(case, _tensors(subject))
+
+
 def _same(first: Answer, second: Answer) -> bool:
     return all(first[name].shape == second[name].shape and torch.equal(first[name], second[name]) for name in first.tensors if name in second)
 

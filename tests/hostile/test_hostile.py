@@ -147,6 +147,23 @@ def test_spawned(tmp_path: Path) -> None:
     check(run(tmp_path, said, PLAIN, CALLS, "-k", "test_answers or test_calls_agree", "--spawn"), said, INNOCENT)
 
 
+def test_of_the_catalogue(tmp_path: Path) -> None:
+    """The catalogue's kernels run in pytest-xdist's workers: one that crashes takes its worker with it, and no verdict but its own."""
+    records = tmp_path / "records.jsonl"
+    command = [sys.executable, "-m", "pytest", CALLS, "-q", "-n2", "-p", "no:cacheprovider", "-p", "tests.hostile.catalogued", f"--records={records}"]
+    command += ["--impl=crashing", "--impl=tiled.fa2", "--impl=sdpa.math", "--dtype=float32", "-k", "test_answers or test_inputs_stay or test_world_stays"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    text = ended.stdout + ended.stderr
+    found = Run(ended.returncode, text, [record for record in read(records) if isinstance(record, Judgement)])
+    assert found.status == pytest.ExitCode.TESTS_FAILED, text
+    assert len(found.failures("crashing")) == len(found.failing_tests("crashing")) == 3, text  # a segmentation fault in each check
+    assert all("the process died in the call" in failure and "q65 k65" in failure for failure in found.failures("crashing")), text
+    for name in ("tiled.fa2", "sdpa.math"):
+        assert {judgement.status for judgement in found.judgements if judgement.implementation == name} == {"passed"}, text
+        assert len({judgement.check for judgement in found.judgements if judgement.implementation == name}) == 3, text
+        assert not found.failing_tests(name)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path: Path) -> None:
     """A device that has stopped, and work that no one waits for."""
