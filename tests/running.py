@@ -163,7 +163,7 @@ def forward(
                 raise
             if implementation.bare and _declines(error):
                 raise Refused(_said(error)) from error
-            raise Fault(f"forward raised {_said(error)}", spoils=_spoils(error)) from error
+            raise Fault(f"forward raised {_said(error)}", spoils=_spoils(error, inputs)) from error
     seconds = time.perf_counter() - started
     tensors = _outputs(returned, implementation.supports, case, inputs)
     for name, tensor in tensors.items():
@@ -192,7 +192,7 @@ def go_back(call: Forward, *, dout: Tensor | None = None, keep: bool = False) ->
                 raise
             if call.implementation.bare and (isinstance(error, NotImplementedError) or (keep and _declines(error))):
                 raise Refused(f"backward: {_said(error)}") from error
-            raise Fault(f"backward raised {_said(error)}", spoils=_spoils(error)) from error
+            raise Fault(f"backward raised {_said(error)}", spoils=_spoils(error, call.inputs)) from error
     seconds = call.seconds + time.perf_counter() - started
     tensors = dict(call.tensors)
     for (name, leaf), gradient in zip(wanted, gradients, strict=True):
@@ -315,9 +315,15 @@ def _is_cuda_error(error: BaseException) -> bool:
     return isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
 
 
-def _spoils(error: BaseException) -> bool:
-    """After an error of the device nothing runs on it; after memory ran out, the process keeps what the others need."""
-    return _is_cuda_error(error) or isinstance(error, torch.OutOfMemoryError)
+def _spoils(error: BaseException, inputs: Inputs) -> bool:
+    """After an error of the device nothing runs on it, whoever told of it and in what words; after memory ran out, the process keeps what the others need."""
+    if _is_cuda_error(error) or isinstance(error, torch.OutOfMemoryError):
+        return True
+    try:
+        _synchronise(inputs)
+    except RuntimeError:  # the device is asked, since a library tells of its errors in words of its own
+        return True
+    return False
 
 
 def _is_the_users(error: BaseException) -> bool:

@@ -164,10 +164,10 @@ def test_a_module() -> None:
     """torch's own function is a builtin, whose parameters stand in its docstring: dropout without a seed is no claim."""
     implementation = catalogue.load("torch.nn.functional:scaled_dot_product_attention")
     assert implementation.bare
-    assert implementation.supports == Supports(causal=("top_left",), scale="positive", grouped_heads=True, cross_lengths=True, strided=True)
+    assert implementation.supports == Supports(causal=("top_left",), scale="positive", grouped_heads=True, cross_lengths=True, strided=True, unaligned=True)
 
 
-BARE = Supports(cross_lengths=True, strided=True)
+BARE = Supports(cross_lengths=True, strided=True, unaligned=True)
 
 
 def three(query: object, key: object, value: object) -> object:
@@ -223,6 +223,7 @@ class Layer(torch.nn.Module):
                 grouped_heads=True,
                 cross_lengths=True,
                 strided=True,
+                unaligned=True,
                 block_mask=True,
                 dropout=True,
                 lse=True,
@@ -230,7 +231,7 @@ class Layer(torch.nn.Module):
         ),
         (anything, BARE),
         (unseeded, BARE),
-        (Layer(), Supports(scale="positive", cross_lengths=True, strided=True)),
+        (Layer(), Supports(scale="positive", cross_lengths=True, strided=True, unaligned=True)),
     ],
     ids=["three", "everything", "anything", "unseeded", "layer"],
 )
