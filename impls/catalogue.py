@@ -59,7 +59,7 @@ def load(name: str) -> Implementation:
     given = CATALOGUE.get(name, name)
     place, _, attribute = given.rpartition(":")
     if not place or not attribute:
-        raise ValueError(f"{name}: which attribute of it? {FORMS}" if ":" in name or name.endswith(".py") else _unknown(name))
+        raise ValueError(f"{name}: which attribute of it?{_defined(given.rstrip(':'))} {FORMS}" if ":" in name or name.endswith(".py") else _unknown(name))
     module = _file(Path(place), name) if place.endswith(".py") or "/" in place else _module(place, name)
     try:
         found = reduce(getattr, attribute.split("."), module)
@@ -160,6 +160,17 @@ def _file(path: Path, name: str) -> ModuleType:
     finally:
         sys.path.remove(str(path.parent))
     return module
+
+
+def _defined(place: str) -> str:
+    """The functions and names that a file defines, in words; nothing for what is no file, or no Python."""
+    try:
+        tree = ast.parse(Path(place).read_text())
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    found = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    found += [target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)]
+    return f" It defines {', '.join(found)};" if found else ""
 
 
 def _failed(name: str, error: BaseException) -> ValueError:

@@ -192,12 +192,12 @@ def _grouped(failures: list[Judged], kernel: Kernel) -> list[Told]:
     return [Told(group[0], wording.failure_block(group[0].judgement, tables.threshold(group[0], kernel)), len(group) - 1) for group in groups.values()]
 
 
-def _refusals(refused: list[Judged]) -> list[tuple[str, str, list[Judged]]]:
-    """Refusals by check and message, for one message is usually the answer to many cases."""
-    groups: dict[tuple[str, str], list[Judged]] = {}
+def _refusals(refused: list[Judged]) -> list[tuple[str, list[str], list[Judged]]]:
+    """Refusals by message, for one message, but for its numbers, is usually the answer to many cases of many checks: its words, the checks, the cases."""
+    groups: dict[str, list[Judged]] = {}
     for judged in refused:
-        groups.setdefault((judged.judgement.check, judged.judgement.message), []).append(judged)
-    return [(check, message, group) for (check, message), group in groups.items()]
+        groups.setdefault(re.sub(r"\d+", "0", judged.judgement.message), []).append(judged)
+    return [(group[0].judgement.message, sorted({judged.judgement.check for judged in group}), group) for group in groups.values()]
 
 
 def _environments(kernel: Kernel, evidence: Evidence) -> list[Environment]:

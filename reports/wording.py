@@ -42,10 +42,16 @@ def scientific(value: float | str, digits: int = 2) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
-def value(number_or_text: float | str) -> str:
-    """An element of a tensor, to four digits."""
+def value(number_or_text: float | str, digits: int = 4) -> str:
+    """An element of a tensor, to four digits unless said."""
     number = float(number_or_text)
-    return f"{number:.4g}" if math.isfinite(number) else str(number)
+    return f"{number:.{digits}g}" if math.isfinite(number) else str(number)
+
+
+def told_apart(first: float | str, second: float | str) -> tuple[str, str]:
+    """Two elements of tensors, to four digits, and as many as it takes to tell one from the other."""
+    digits = next((digits for digits in range(4, 17) if value(first, digits) != value(second, digits)), 4)
+    return value(first, digits), value(second, digits)
 
 
 def bytes_(count: int) -> str:
@@ -102,7 +108,8 @@ def failure_block(judgement: Judgement, threshold: str = "") -> str:
         head += "   " + ", ".join(figures) if figures else ""
     lines.append(head)
     if judgement.worst is not None:
-        lines.append(f"worst at {where(judgement)}: got {value(judgement.worst.got)}, exact {value(judgement.worst.exact)}")
+        got, exact = told_apart(judgement.worst.got, judgement.worst.exact)
+        lines.append(f"worst at {where(judgement)}: got {got}, exact {exact}")
         lines.append(judgement.worst.note)
     if judgement.bias is not None and (size(worst) <= 1 or abs(judgement.bias) > (judgement.bias_allowance or 0.0)):
         lines.append(bias_line(judgement))

@@ -279,7 +279,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     state = metafunc.config.stash[STATE]
     targets = [target for target in state.targets if _covers(state, marker, target)]
     for target in state.targets:
-        if target not in targets and not state.case and marker.kwargs.get("claims"):
+        if target not in targets and not state.case and (marker.kwargs.get("claims") or marker.kwargs["grid"](target.dtype, target.device)):
             check = _check_name(metafunc.definition)
             absence = Absence(run=state.run, implementation=target.name, device=target.device, dtype=target.dtype, check=check, reason="not claimed")
             state.absences.append(absence)
@@ -415,8 +415,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
         if subject.failures:
             pytest.fail(summary(subject), pytrace=False)
         if not subject.judged:
-            pytest.skip(f"refused: {subject.refusals[0]}" if subject.refusals else "nothing to judge")
+            pytest.skip(f"refused: {subject.refusals[0]}" if subject.refusals else "nothing to judge: no case of this check is one for this implementation")
     return result
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    """Only workers collect, under pytest-xdist; each tells the controller, at its end, what it found not to be claimed."""
+    if _session_state is not None:
+        for line in getattr(node, "workeroutput", {}).get("flashproof_absences", ()):
+            absence = _decoder.decode(line)
+            if isinstance(absence, Absence) and absence not in _session_state.absences:
+                _session_state.absences.append(absence)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -533,6 +543,8 @@ def _show_first(config: pytest.Config, state: State, record: Record) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     state = session.config.stash[STATE]
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["flashproof_absences"] = [msgspec.json.encode(absence).decode() for absence in state.absences]
     if state.is_worker or session.config.option.collectonly:
         return
     if state.written:

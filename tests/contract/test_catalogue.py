@@ -293,6 +293,14 @@ def test_errors_name_what_was_given(name: str, kind: type[Exception], words: str
     assert str(raised.value).startswith(f"{name}: ")
 
 
+def test_a_file_without_an_attribute(tmp_path: Path) -> None:
+    """The error says what the file has to offer."""
+    file = tmp_path / "mine.py"
+    file.write_text("import math\n\ndef attention(query, key, value):\n    return query\n\nimplementation = None\n")
+    with pytest.raises(ValueError, match=r"mine\.py: which attribute of it\? It defines attention, implementation; give"):
+        catalogue.load(str(file))
+
+
 def test_a_file_that_fails(tmp_path: Path) -> None:
     """What went wrong, and where; a broken file is not taken for a missing backend, a missing backend is named."""
     broken, needy = tmp_path / "broken.py", tmp_path / "needy.py"

@@ -71,7 +71,7 @@ def run(kernels: Path, options: list[str]) -> tuple[int, str]:
         (["--impl", "right", "--impl", "half", "--case", SMALL], 1, "not verified"),
         (["--impl", "half", "--dtype", "float32"], 1, "not verified"),
         (["--impl", "right", "--case", f"{SMALL} causal"], 1, "not verified: .*does not claim the case: causal, top-left"),
-        (["--impl", "right", "--impl", "picky", "--case", SMALL], 1, "refused: .*picky, float32, 2 times, first with: ValueError: dim 8 is too small"),
+        (["--impl", "right", "--impl", "picky", "--case", SMALL], 1, "refused: .*picky, float32, \\d+ times, first with: ValueError: dim 8 is too small"),
         (["--impl", "sdpa.fl*h", "--device", "cpu", "--dtype", "float32"], 1, "not verified"),
         (["--impl", "right", "--case", SMALL, "--dtype", "float16"], 4, "--dtype: the case is in float32"),
         (["--impl", "right", "--case", f"{SMALL} q6"], 4, "q6"),
