@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 CHROMIUM = shutil.which("chromium")
-if CHROMIUM is None:
-    pytest.skip("Chromium: not installed", allow_module_level=True)
-if importlib.util.find_spec("playwright") is None:
-    pytest.skip("Playwright: not installed", allow_module_level=True)
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium: not installed"),
+    pytest.mark.skipif(importlib.util.find_spec("playwright") is None, reason="Playwright: not installed"),
+]
 
 FLAGS = (
     "--headless",
