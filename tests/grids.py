@@ -183,7 +183,7 @@ def layouts(dtype: Dtype, device: Device) -> list[Case]:
 
 def addresses(dtype: Dtype, device: Device) -> list[Case]:
     """Tensors that begin one element behind an address that vector loads ask for."""
-    return _lines("b1 h2 q70 k70 d64 offset\nb1 h1 q40 k40 d32 causal offset", dtype)
+    return _lines("b1 h1 q40 k40 d64 offset\nb1 h1 q40 k40 d40 causal offset", dtype)
 
 
 def repeated(dtype: Dtype, device: Device) -> list[Case]:
