@@ -21,7 +21,7 @@ from oracles.problem import Problem
 
 Masking = Literal["full", "causal", "causal-br"]
 Family = Literal["normal", "outliers", "sharp", "positive", "spike", "rising", "ties", "uniform"]
-Layout = Literal["contiguous", "offset", "transposed", "sliced", "expanded", "mixed"]
+Layout = Literal["contiguous", "offset", "transposed", "columns", "sliced", "expanded", "mixed"]
 
 FAMILIES: dict[Family, str] = {
     "normal": "standard normal entries",
@@ -302,6 +302,9 @@ def _laid_out(tensor: Tensor, layout: Layout, device: str | torch.device, outsid
         case "transposed":  # [batch, length, heads, dim], as projections leave it
             buffer = torch.full((batch, length + 1, heads, dim), outside, dtype=tensor.dtype, device=device)
             view = buffer[:, :length].transpose(1, 2)
+        case "columns":  # [batch, heads, dim, length]
+            buffer = torch.full((batch, heads, dim, length + 1), outside, dtype=tensor.dtype, device=device)
+            view = buffer[..., :length].transpose(2, 3)
         case "sliced":  # every second row and every second column of a larger buffer
             buffer = torch.full((batch, heads, 2 * length, 2 * dim), outside, dtype=tensor.dtype, device=device)
             view = buffer[:, :, ::2, ::2]

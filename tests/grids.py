@@ -39,6 +39,8 @@ b1 h7/1 q33 k65 d64 causal-br
 b1 h2 q1 k1 d64
 b1 h2 q1 k300 d64
 b1 h2 q300 k1 d64 causal
+b1 h4/2 q20 k1 d16                         # one key, of several heads
+b1 h2 q1 k40 d16 causal                    # one query, which sees one key: top left is not decoding
 b2 h1 q127 k129 d16 causal-br
 b1 h1 q63 k64 d72 causal
 b1 h1 q80 k80 d80
@@ -51,6 +53,7 @@ b1 h1 q70 k70 d64 causal scale-0.2
 b1 h1 q70 k70 d64 causal scale0
 b2 h2 q97 k97 d64 causal transposed
 b2 h2 q65 k81 d32 sliced
+b1 h2 q40 k33 d32 causal columns           # a row's elements are a length apart: keys as their transpose is stored
 b1 h3 q72 k72 d64 expanded
 b2 h2 q20 k40 d32 causal expanded          # with several batch entries, those are one memory, and heads are not
 b2 h4/2 q66 k66 d40 causal transposed
@@ -63,16 +66,22 @@ b1 h4/2 q1 k700 d16                        # decoding: one query, many keys, gro
 b1 h1 q700 k900 d16 causal                 # both long
 b1 h8/2 q33 k40 d32 causal                 # groups of four, and more heads than any power of two below them
 b1 h17 q20 k20 d16
-b5 h2 q20 k20 d16 causal
-b1 h12/3 q3 k40 d16 causal-br
+b7 h5 q4 k4 d16 causal                     # more than 32 heads of all batch entries
+b1 h12/1 q3 k40 d16 causal-br              # groups of twelve, and of five
+b1 h10/2 q20 k20 d16 causal
+b1 h8/4 q20 k20 d16
+b1 h1 q20 k192 d16                         # an odd number of whole tiles
 b1 h1 q66 k66 d160 causal
 b1 h1 q40 k40 d112
+b1 h2 q40 k40 d33 causal                   # no multiple of a vector
+b1 h1 q20 k20 d200
 b1 h2 q66 k66 d32 scale1.0                 # T5's: not the same as none
 b1 h1 q128 k128 d64 dropout0.1
 b1 h4/2 q70 k130 d40 causal-br dropout0.5 transposed
 b1 h2 q300 k140 d64 blocks0.5
 b2 h2/1 q257 k257 d32 causal blocks0.6 transposed
 b1 h2 q140 k260 d64 causal-br blocks0.3 dropout0.2   # blocks so sparse that whole rows are empty
+b1 h1 q20 k1300 d16 blocks0.5              # more blocks than a byte has bits
 """
 
 # Distributions: what a kernel gets wrong by arithmetic. The length leaves a tail in every tile size.
@@ -91,7 +100,7 @@ b1 h1 q140 k140 d64 causal shift-100        # very negative LSE
 b1 h1 q129 k129 d64 shift-300
 b1 h1 q70 k150 d64 causal-br shift-100     # the last tile is hidden from some rows, whose scores are far below 0
 b1 h1 q140 k300 d64 spike x12               # beside a sink, whole tiles weigh little, and not nothing
-b1 h1 q20 k2000 d32 spike x12
+b1 h1 q20 k2100 d32 spike x12
 b1 h1 q140 k300 d64 rising x30             # by 13 from tile to tile: a maximum that lags behind lets weights grow beyond float16
 b1 h1 q140 k140 d64 positive shift100
 b1 h2 q140 k300 d64 blocks0.5 shift-150     # the first tile that is visited may be hidden: a maximum that stays 0 then loses every weight
@@ -171,6 +180,11 @@ def bottom_right_pairs(dtype: Dtype, device: Device) -> list[Case]:
 def empty_rows(dtype: Dtype, device: Device) -> list[Case]:
     """Cases in which some queries see no key at all."""
     return _lines("b1 h2 q140 k70 d64 causal-br\nb2 h1 q130 k1 d40 causal-br\nb1 h2 q260 k140 d32 blocks0.2 seed5\nb1 h1 q130 k130 d64 blocks0 seed6", dtype)
+
+
+def shared_blocks(dtype: Dtype, device: Device) -> list[Case]:
+    """Heads and batch entries that differ in their block masks, where they are not shared."""
+    return _lines("b2 h2 q20 k300 d16 blocks0.5", dtype)
 
 
 def layouts(dtype: Dtype, device: Device) -> list[Case]:
@@ -316,7 +330,7 @@ def drawn(draw: st.DrawFn, supports: Supports, dtype: Dtype) -> Case:
     maskings += ["causal"] if "top_left" in supports.causal else []
     maskings += ["causal-br"] if "bottom_right" in supports.causal else []
     families: list[Family] = ["normal", "positive", "sharp", "outliers", "ties", "uniform", "spike", "rising"]
-    layout_names: list[Layout] = ["contiguous", "transposed", "sliced", "expanded", "mixed"]
+    layout_names: list[Layout] = ["contiguous", "transposed", "sliced", "expanded", "mixed", "columns"]
     family: Family = one_of(families)  # type: ignore[assignment]
     case = Case(
         batch=draw(st.integers(1, 2)),

@@ -26,6 +26,10 @@ class Refused(Exception):
     """A bare callable declined the case with a clear exception, at its call. Not a failure."""
 
 
+class Withheld(Exception):
+    """The backward of a call whose tensors were changed since its forward was refused, as it should be where it needs what they held."""
+
+
 class Fault(Exception):
     """The implementation raised, or answered with something that is no answer. A result, not the end of the run.
 
@@ -106,11 +110,16 @@ class Forward:
     tensors: dict[TensorName, Tensor]  # out and, where claimed, lse
     seconds: float
     changed: tuple[str, ...]
+    is_changed: bool = False  # its tensors, by the caller since
 
     @property
     def carries_gradient(self) -> bool:
         """Whether autograd can go back from the output."""
         return self.tensors["out"].requires_grad
+
+    def renewed(self) -> "Forward":
+        """The same call, after the caller has changed its tensors: from now on they stay as they are, and a backward may refuse them."""
+        return replace(self, before={name: _memory(tensor).clone() for name, tensor in _given(self.inputs).items()}, is_changed=True)
 
     def answer(self) -> Answer:
         """The answer of a call without a backward."""
@@ -190,6 +199,8 @@ def go_back(call: Forward, *, dout: Tensor | None = None, keep: bool = False) ->
         except BaseException as error:
             if _is_the_users(error):
                 raise
+            if call.is_changed and _declines(error):
+                raise Withheld(_said(error)) from error
             if call.implementation.bare and (isinstance(error, NotImplementedError) or (keep and _declines(error))):
                 raise Refused(f"backward: {_said(error)}") from error
             raise Fault(f"backward raised {_said(error)}", spoils=_spoils(error, call.inputs)) from error

@@ -11,7 +11,7 @@ import torch
 
 from impls.spec import Device, Dtype
 from tests import grids, judging
-from tests.cases import Case, Inputs, inputs
+from tests.cases import Case, Inputs, inputs, not_claimed
 from tests.running import Answer, TensorName
 from tests.subject import BACKWARD, FORWARD, Subject
 from tests.world import FILTERS
@@ -88,6 +88,31 @@ def test_call_after_call(subject: Subject) -> None:
             note = f"call {len(answered) + 1} of a row: {words}" + "".join(stale[:1])
             subject.judge_answer(answer, call, _tensors(subject), note=note)
             answered.append((words, answer))
+
+
+@pytest.mark.check(grid=grids.trained, single=False)
+def test_other_options(subject: Subject) -> None:
+    """Calls of one shape with other options: each mask, scale, block mask and dropout seed is that of its own call."""
+    for case in subject.cases[-1:]:
+        for calls in _options(case):
+            for number, call in enumerate(calls, start=1):
+                if not_claimed(call, subject.implementation.supports):
+                    break
+                answer = subject.attend(call, backward=subject.implementation.supports.backward)
+                if answer is not None:
+                    subject.judge_answer(answer, call, _tensors(subject), note=f"call {number} of a row of one shape with other options each")
+
+
+def _options(case: Case) -> list[list[Case]]:
+    """Rows of calls that differ in one option: what is claimed of the first is not always claimed of the next."""
+    blocks, longer = replace(case, mask="full", keys=260, blocks=0.5), replace(case, keys=case.keys + 1)
+    return [
+        [replace(case, mask="full"), replace(case, mask="causal")],
+        [replace(longer, mask="causal"), replace(longer, mask="causal-br")],
+        [replace(case, scale=None), replace(case, scale=0.5), replace(case, scale=0.25)],
+        [replace(case, dropout=0.25), replace(case, dropout=0.25, seed=case.seed + 1)],
+        [replace(blocks, seed=case.seed + 1), replace(blocks, seed=case.seed + 2)],
+    ]
 
 
 def _renew(given: Inputs, new: Inputs) -> Inputs:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests import grids
-from tests.cases import Inputs, inputs, not_claimed
+from tests.cases import Inputs, inputs
+from tests.running import Withheld
 from tests.subject import BACKWARD, FORWARD, Subject
 
 
@@ -38,11 +39,11 @@ def test_some_gradients(subject: Subject) -> None:
 def test_two_forwards(subject: Subject) -> None:
     """Two calls before the backward of either, which then come in the order of the calls and in the opposite one, as in a network of two layers."""
     for case in subject.cases[-1:]:
-        other = replace(case, seed=case.seed + 1, scale=0.5)
-        if not_claimed(other, subject.implementation.supports):
-            other = replace(other, scale=case.scale)
+        supports = subject.implementation.supports
+        first = replace(case, dropout=0.25 if supports.dropout else 0.0)
+        other = replace(first, seed=case.seed + 1, scale=0.5 if supports.scale != "default" else case.scale)
         for step, order in ((1, "the first call's first"), (-1, "the last call's first")):
-            calls = [subject.forward(one, inputs(one, subject.device)) for one in (case, other)]
+            calls = [subject.forward(one, inputs(one, subject.device)) for one in (first, other)]
             for call in calls[::step]:
                 answer = subject.backward(call)
                 if call is not None and answer is not None:
@@ -70,13 +71,34 @@ def test_backward_twice(subject: Subject) -> None:
 
 @pytest.mark.check(grid=grids.trained, claims=("backward", "strided"))
 def test_backward_of_a_sum(subject: Subject) -> None:
-    """`out.sum().backward()`: the output gradient is one number in memory, with strides of 0."""
+    """`out.sum().backward()` and the sum over queries: the output gradient is one number in memory, or one row, with strides of 0."""
     for case in subject.cases[-1:]:
         given = inputs(case, subject.device)
-        summed = replace(given, dout=torch.ones_like(given.dout[:1, :1, :1, :1]).expand(given.dout.shape))
-        answer = subject.attend(case, backward=True, given=summed)
-        if answer is not None:
-            subject.judge_answer(answer, case, BACKWARD, given=summed, note="the output gradient is that of a sum: ones, with strides of 0")
+        one, row = torch.ones_like(given.dout[:1, :1, :1, :1]), given.dout[:, :, :1].clone()
+        for dout, what in ((one, "of a sum: ones, with strides of 0"), (row, "of a sum over queries: one row for all, with a stride of 0")):
+            summed = replace(given, dout=dout.expand(given.dout.shape))
+            answer = subject.attend(case, backward=True, given=summed)
+            if answer is not None:
+                subject.judge_answer(answer, case, BACKWARD, given=summed, note=f"the output gradient is that {what}")
+
+
+@pytest.mark.check(grid=grids.trained, claims=("backward",))
+def test_changed_in_place(subject: Subject) -> None:
+    """The output or an input is changed between forward and backward: autograd refuses a backward that needs what was there; one that answers is right."""
+    for case in subject.cases[-1:]:
+        for number, name in enumerate(("query", "key", "value", "out")):
+            call = subject.forward(case, inputs(case, subject.device))
+            if call is None:
+                return
+            with torch.no_grad():
+                (*call.leaves, call.tensors["out"])[number].mul_(2.0)
+            try:
+                answer = subject.backward(call.renewed())
+            except Withheld:
+                subject.expect(True, case, "")
+                continue
+            if answer is not None:
+                subject.judge_answer(answer, case, BACKWARD, note=f"{name} was changed in place before the backward, which did not refuse")
 
 
 @pytest.mark.check(grid=grids.trained)

@@ -112,6 +112,20 @@ def test_empty_rows(subject: Subject) -> None:
         subject.judge(case, _tensors(subject))
 
 
+@pytest.mark.check(grid=grids.shared_blocks, claims=("block_mask",))
+def test_shared_blocks(subject: Subject) -> None:
+    """A block mask that is given once for all heads, for all batch entries, or for both."""
+    for case in subject.cases:
+        given = inputs(case, subject.device)
+        if given.block_mask is None:
+            continue  # a case of the command line
+        for mask, whose in ((given.block_mask[:, :1], "heads"), (given.block_mask[:1], "batch entries"), (given.block_mask[:1, :1], "heads and batch entries")):
+            shared = replace(given, block_mask=mask)
+            answer = subject.attend(case, backward=subject.implementation.supports.backward, given=shared)
+            if answer is not None:
+                subject.judge_answer(answer, case, _tensors(subject), given=shared, note=f"one block mask for all {whose}")
+
+
 @pytest.mark.check(grid=grids.bottom_right_pairs)
 def test_alignments(subject: Subject) -> None:
     """Bottom-right against top-left: the same where queries == keys, bitwise; elsewhere two answers, each inside its bound."""
