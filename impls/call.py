@@ -4,16 +4,19 @@ Every error names the argument, the value it had and what would do.
 """
 
 import math
+import sys
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from impls.spec import Alignment
 
 BLOCK = 128  # a block mask has one entry for each 128 x 128 block of scores
 MAX_DIM = 256
+MAX_LENGTH = 2**31 - 256  # kernels count rows in 32 bits, and up to 256 of them past the end: a tile of 128, and the next one
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -54,7 +57,7 @@ def check_call(
 ) -> Call:
     """Checks the arguments of an attention call and resolves its defaults.
 
-    Raises TypeError for an argument of the wrong kind and ValueError for one with a wrong value.
+    Raises TypeError for an argument of the wrong kind, ValueError for one with a wrong value, and NotImplementedError for one with a tangent.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
@@ -65,6 +68,10 @@ def check_call(
             raise TypeError(f"{name}: dtype {tensor.dtype} is not taken; give float32, float16 or bfloat16")
         if 0 in tensor.shape:
             raise ValueError(f"{name}: shape {list(tensor.shape)} is empty; every size is at least 1")
+        if tensor.shape[2] > MAX_LENGTH:
+            raise ValueError(f"{name}: length {tensor.shape[2]} is larger than {MAX_LENGTH}, the largest taken")
+        if not torch.compiler.is_compiling() and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+            raise NotImplementedError(f"{name}: has a tangent, and forward-mode differentiation is not implemented; differentiate backwards")
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
             raise TypeError(f"{name}: dtype {tensor.dtype} differs from query's {query.dtype}; give all three the same")
@@ -90,7 +97,7 @@ def check_call(
         scale = 1.0 / math.sqrt(dim)
     elif isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"scale: {_short(scale)} is not a number; give a finite float, or None for 1/sqrt(dim)")
-    elif not math.isfinite(scale):
+    elif not -sys.float_info.max <= scale <= sys.float_info.max:  # no math.isfinite: it takes no integer beyond float64, and torch.compile cannot trace it
         raise ValueError(f"scale: {scale} is not finite; give a finite float, or None for 1/sqrt(dim)")
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal: {_short(is_causal)} is not a bool; give True or False")

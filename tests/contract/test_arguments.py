@@ -1,17 +1,20 @@
 """The front door of the project's own implementations: every bad argument is named, with its value and what would do, before anything is computed."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from impls import catalogue
 from impls.spec import Implementation
 from tests.contract.test_catalogue import loaded
 
-OWN = catalogue.names(["tiled.*", "triton.*"])
+OWN = catalogue.names(["tiled.*", "triton.*", "cuda.*"])
 
 QUERY, KEY = torch.zeros(2, 4, 130, 16), torch.zeros(2, 2, 140, 16)
+MANY = torch.zeros(1).expand(2, 2, 2**31 + 5, 16)  # one number, many times
 GOOD: dict[str, object] = {"query": QUERY, "key": KEY, "value": KEY, "enable_gqa": True}
 
 # (what is given instead, the exception, what its message says): the argument's name first, then its value, then what would do
@@ -34,11 +37,18 @@ BAD: dict[str, tuple[dict[str, object], type[Exception], str]] = {
         ValueError,
         "^query: head dim 257 is larger than 256, the largest taken",
     ),
+    "queries-too-many": (
+        {"query": torch.zeros(1).expand(2, 4, 2**31, 16)},
+        ValueError,
+        "^query: length 2147483648 is larger than 2147483392, the largest taken",
+    ),
+    "keys-too-many": ({"key": MANY, "value": MANY}, ValueError, "^key: length 2147483653 is larger than 2147483392"),
     "heads-without-gqa": ({"enable_gqa": False}, ValueError, "^key: 2 heads for query's 4; give equal numbers, or enable_gqa=True"),
     "heads-that-do-not-divide": ({"query": QUERY[:, :3]}, ValueError, "^key: 2 heads do not divide query's 3"),
     "alignment": ({"causal_alignment": "middle"}, ValueError, "^causal_alignment: 'middle' is unknown; give 'top_left' or 'bottom_right'"),
     "scale-nan": ({"scale": math.nan}, ValueError, "^scale: nan is not finite; give a finite float, or None"),
     "scale-infinite": ({"scale": -math.inf}, ValueError, "^scale: -inf is not finite"),
+    "scale-beyond-float64": ({"scale": 10**400}, ValueError, "^scale: 10{400} is not finite"),
     "scale-text": ({"scale": "auto"}, TypeError, "^scale: 'auto' is not a number"),
     "scale-bool": ({"scale": True}, TypeError, "^scale: True is not a number"),
     "causal-mask": ({"is_causal": torch.ones(130, 140)}, TypeError, r"^is_causal: a tensor of shape \[130, 140\] is not a bool; give True or False"),
@@ -88,6 +98,18 @@ def test_bad_block_mask(name: str, bad: str) -> None:
         kind, words = TypeError, "block_mask"
     with pytest.raises(kind, match=words):
         call(implementation, GOOD | {"block_mask": block_mask})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own, when it imports its rules
+@pytest.mark.parametrize("name", OWN)
+def test_forward_mode(name: str) -> None:
+    """A tangent is refused, and never answered with zeros."""
+    attention: Any = loaded(name).attention
+    x = torch.ones(1, 1, 4, 8)
+    with pytest.raises(NotImplementedError, match=r"^key: has a tangent, and forward-mode differentiation is not implemented; differentiate backwards"):
+        torch.func.jvp(lambda key: attention(x, key, x), (x,), (x,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"^value: has a tangent"):
+        attention(x, x, forward_ad.make_dual(x, x))  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("name", catalogue.names(["tiled.*"]))
