@@ -1,11 +1,12 @@
 """What the CUDA implementations share on the host: a launch as data, its compilation by NVRTC or for the CPU twin, and the types that kernels take.
 
 A kernel file is compiled once for each set of constants (element type, head dim, tiles, mask ...), when it is first used, and kept on disk: the name of a
-compiled file is a hash of all source files of this folder, the options and the compiler's version. On a GPU only the one kernel is compiled. The twin
-(twin.h) gets all kernels of a file at once, with what would only multiply compilations as variables, since the host's compiler takes seconds.
+compiled file is a hash of all source files of this folder, the options and the compiler's version, and its last bytes are a hash of the others. On a GPU only
+the one kernel is compiled. The twin (twin.h) gets all kernels of a file at once, with what would only multiply compilations as variables, since the host's
+compiler takes seconds.
 """
 
-import contextlib
+import atexit
 import ctypes
 import fcntl
 import functools
@@ -18,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
@@ -35,6 +36,7 @@ FOLDER = Path(__file__).parent
 KERNELS = {"fa1.cu": ("forward", "backward"), "fa2.cu": ("forward", "delta", "dkey_dvalue", "dquery")}
 KERNELS["block_sparse.cu"] = KERNELS["fa2.cu"]
 ELEMENTS = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
+OPTIONS = {"std": "c++17", "fma": False, "ptxas_options": ["-v"]}  # of NVRTC. Products and sums are not fused: what is one rounding is written as one
 VARIABLES = ("CAUSAL", "DROPOUT", "VECTOR", "SIGN")  # of the twin; constants on a GPU
 
 
@@ -46,7 +48,15 @@ def missing(device: Device) -> str | None:
     """Why the kernels cannot run on a device, or None."""
     if device == "cpu":
         return None if _compiler() else "C++ compiler: none found (c++, g++ or clang++, or the variable CXX), which the CPU twin needs"
-    return no_nvrtc() or (None if torch.cuda.is_available() else "CUDA: no device")
+    if reason := no_nvrtc():
+        return reason
+    return _too_old(torch.cuda.current_device()) if torch.cuda.is_available() else "CUDA: no device"
+
+
+def _too_old(device: int) -> str | None:
+    """Why a GPU is refused, or None: asynchronous copies and products of bfloat16 came with sm_80."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"CUDA: {torch.cuda.get_device_name(device)} is sm_{major}{minor}, and the kernels need sm_80 or later"
 
 
 @functools.cache
@@ -196,6 +206,8 @@ class Launch:
     def run(self) -> None:
         """Starts the kernel on the device of its tensors, on torch's current stream. Raises CudaError."""
         device = self.tensors[0].device
+        if self.blocks >= 2**31:
+            raise CudaError(f"CUDA: {self.blocks} blocks, where a launch has at most 2^31 - 1: fewer batch entries, heads or rows would do, of {self}")
         parameters = (ctypes.c_void_p * len(self.arguments))(*(ctypes.addressof(argument) for argument in self.arguments))
         if device.type == "cpu":
             self._run_on_twin(parameters)
@@ -204,6 +216,7 @@ class Launch:
 
         with torch.cuda.device(device):
             try:
+                _make_current(device.index)
                 kernel = _kernel_on_gpu(self.source, self.kernel, tuple(self.constants.items()), self.shared_bytes, device.index)
             except CudaError as error:
                 raise CudaError(f"{error}\nwhen loading {self}") from error
@@ -215,7 +228,10 @@ class Launch:
 
     def _run_on_twin(self, parameters: Any) -> None:
         compiled = {name: value for name, value in self.constants.items() if name not in VARIABLES}
-        library = _twin(self.source, tuple(compiled.items()))
+        try:
+            library = _twin(self.source, tuple(compiled.items()))
+        except CudaError as error:
+            raise CudaError(f"{error}\nwhen loading {self}") from error
         for name in VARIABLES:
             ctypes.c_int.in_dll(library, name).value = int(self.constants.get(name, 0))
         _check_sizes(library, self.kernel, self.arguments)
@@ -223,9 +239,9 @@ class Launch:
         launch = _TwinLaunch(self.blocks, 32 * self.warps, self.shared_bytes, len(self.tensors), buffers)
         start = getattr(library, f"{self.kernel}_launch")
         start.restype = ctypes.c_char_p
-        error = start(parameters, ctypes.byref(launch))
-        if error:
-            raise CudaError(f"CUDA on the CPU twin: {error.decode()}, of {self}")
+        fault = start(parameters, ctypes.byref(launch))
+        if fault:
+            raise CudaError(f"CUDA on the CPU twin: {fault.decode()}, of {self}")
 
 
 class _Buffer(ctypes.Structure):
@@ -248,45 +264,95 @@ def _check_sizes(library: Any, kernel: str, arguments: tuple[Any, ...]) -> None:
 # ------------------------------------------------------------------------------------------------------------------ compilations
 
 
-@functools.cache
-def _sources() -> str:
-    """A hash of all that a kernel may include."""
-    files = sorted(path for path in FOLDER.iterdir() if path.suffix in {".cu", ".cuh", ".h"})
+DIGEST = hashlib.sha256().digest_size  # bytes at the end of a compiled file
+
+
+def _sources(source: str) -> str:
+    """A hash of all that a kernel may include: the files of this folder, and its own where that lies elsewhere."""
+    files = sorted({*(path for path in FOLDER.iterdir() if path.suffix in {".cu", ".cuh", ".h"}), FOLDER / source})
     return hashlib.sha256(b"".join(path.name.encode() + b"\0" + path.read_bytes() + b"\0" for path in files)).hexdigest()
 
 
 @functools.cache
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: the user's cache folder, or where that cannot be written a temporary one."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """Where compiled kernels are kept: the user's cache folder, or where that cannot be written a temporary one, which goes when the process ends."""
     try:
-        folder = base / "flashproof"
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashproof"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=folder):
             return folder
+    except (OSError, RuntimeError):  # a RuntimeError where the user has no home
+        folder, owner = Path(tempfile.mkdtemp(prefix="flashproof-")), os.getpid()
+        atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
+        return folder
+
+
+def _compiled(suffix: str, compile_to: Callable[[Path], None], source: str, *key: object) -> tuple[Path, bytes]:
+    """A compiled file, from the disk or from `compile_to`: its place, and what is in it without the hash at its end. A damaged one is compiled anew.
+
+    Processes wait for one another, and no one sees a file that is half written. Raises CudaError where none can be kept.
+    """
+    name = hashlib.sha256("\0".join(map(str, (source, _sources(source), *key))).encode()).hexdigest()[:32]
+    try:
+        place = cache_folder() / f"{name}{suffix}"
+        if code := _whole(place):
+            return place, code
+        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with place.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if code := _whole(place):
+                return place, code
+            unfinished = place.with_suffix(f".{os.getpid()}")
+            try:
+                compile_to(unfinished)
+                code = _seal(unfinished)
+                if place.is_dir():
+                    shutil.rmtree(place)
+                unfinished.replace(place)
+                return place, code
+            finally:
+                unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        raise CudaError(f"cache: {error}; with XDG_CACHE_HOME it can be put where there is room to write") from error
+
+
+def _seal(path: Path) -> bytes:
+    """Adds to a new file the hash of what is in it, and answers that. Loaders look no further than the file's own end."""
+    code = path.read_bytes() if path.exists() else b""
+    if not code:
+        raise CudaError(f"{path}: the compiler wrote nothing")
+    with path.open("ab") as file:
+        file.write(hashlib.sha256(code).digest())
+        file.flush()
+        os.fsync(file.fileno())
+    return code
+
+
+def _whole(place: Path) -> bytes | None:
+    """What is in a compiled file, or None where there is none, or not as it was written."""
+    try:
+        found = place.read_bytes()
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="flashproof-"))
+        return None
+    code = found[:-DIGEST]
+    return code if code and hashlib.sha256(code).digest() == found[-DIGEST:] else None
 
 
-@contextlib.contextmanager
-def _compiled(suffix: str, *key: object) -> Iterator[tuple[Path, Path | None]]:
-    """The place of a compiled file, and where to put it if it is not there yet. Processes wait for one another, and no one sees a file that is half written."""
-    name = hashlib.sha256("\0".join(map(str, (_sources(), *key))).encode()).hexdigest()[:32]
-    place = cache_folder() / f"{name}{suffix}"
-    if place.exists():
-        yield place, None
+def _make_current(device: int) -> None:
+    """Sees to it that the calling thread has the device's context. In a new thread it has none, even where torch counts this as its device."""
+    from cuda.bindings import driver
+
+    status, current = driver.cuCtxGetDevice()
+    if not status and int(current) == device:
         return
-    with place.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if place.exists():
-            yield place, None
-            return
-        unfinished = place.with_suffix(f".{os.getpid()}")
-        try:
-            yield place, unfinished
-            unfinished.replace(place)
-        finally:
-            unfinished.unlink(missing_ok=True)
+    if status and status != driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # which says that there is none
+        raise CudaError(f"CUDA: {status.name} when asking for the thread's device")
+    try:
+        from cuda.core import Device
+
+        Device(device).set_current()
+    except Exception as error:
+        raise CudaError(f"CUDA: device {device} cannot be made the thread's own: {error}") from error
 
 
 @functools.cache
@@ -295,13 +361,25 @@ def _kernel_on_gpu(source: str, kernel: str, constants: tuple[tuple[str, int | s
     from cuda.bindings import driver
     from cuda.core import ObjectCode
 
+    if reason := _too_old(device):
+        raise CudaError(reason)
+    status, limit = driver.cuDeviceGetAttribute(driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, driver.CUdevice(device))
+    if status:
+        raise CudaError(f"CUDA: {status.name} when asking how much shared memory there is")
+    if shared_bytes > limit:
+        needs = f"{source} {kernel} needs {shared_bytes} bytes of shared memory for a block, and {torch.cuda.get_device_name(device)} gives {limit}"
+        raise CudaError(f"CUDA: {needs}; a smaller head dim or a dtype of 16 bit needs less")
     major, minor = torch.cuda.get_device_capability(device)
     target = f"sm_{major}{minor}"
-    with _compiled(".cubin", source, kernel, constants, target, nvrtc_version()) as (place, unfinished):
-        if unfinished:
-            unfinished.write_bytes(compile_cubin(source, kernel, dict(constants), target)[0])
-    code = place.read_bytes()
-    loaded = ObjectCode.from_cubin(code).get_kernel(kernel)
+
+    def compile_to(path: Path) -> None:
+        path.write_bytes(compile_cubin(source, kernel, dict(constants), target)[0])
+
+    place, code = _compiled(".cubin", compile_to, source, kernel, constants, target, sorted(OPTIONS.items()), nvrtc_version())
+    try:
+        loaded = ObjectCode.from_cubin(code).get_kernel(kernel)
+    except Exception as error:
+        raise CudaError(f"CUDA: {source} {kernel} cannot be loaded from {place}: {error}") from error
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, driver.CUkernel(int(loaded.handle)), driver.CUdevice(device))
     if status:
@@ -314,28 +392,25 @@ _kept: list[Any] = []  # a kernel is unloaded with its module
 
 
 def nvrtc_version() -> str:
-    """Of the compiler and of what calls it."""
+    """Of the compiler and of what calls it. NVRTC knows itself to the minor version; the patches that its package counts are known where it is one of pip's."""
     from cuda.bindings import nvrtc
 
-    return f"{nvrtc.nvrtcVersion()[1:]} {metadata.version('cuda-core')}"
+    return f"{nvrtc.nvrtcVersion()[1:]} {_package_version('nvidia-cuda-nvrtc')} {_package_version('cuda-core')}"
+
+
+def _package_version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def compile_cubin(source: str, kernel: str, constants: Mapping[str, int | str], target: str) -> tuple[bytes, str]:
-    """A kernel's machine code for a target such as "sm_90a", and what the assembler said of its registers. Needs no GPU. Raises CudaError.
-
-    Products and sums are not fused: what is one rounding is written as one.
-    """
+    """A kernel's machine code for a target such as "sm_90a", and what the assembler said of its registers. Needs no GPU. Raises CudaError."""
     from cuda.core import Program, ProgramOptions
 
     macros = [(name, str(value)) for name, value in (*constants.items(), (kernel.upper(), 1))]
-    options = ProgramOptions(
-        arch=target,
-        std="c++17",
-        fma=False,
-        define_macro=macros,
-        include_path=str(FOLDER),
-        ptxas_options=["-v"],
-    )
+    options = ProgramOptions(arch=target, define_macro=macros, include_path=str(FOLDER), **OPTIONS)
     log = io.StringIO()
     try:
         code = Program((FOLDER / source).read_text(), "c++", options).compile("cubin", logs=log)
@@ -355,7 +430,18 @@ def _compiler() -> str | None:
 
 @functools.cache
 def _compiler_version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    return _said([compiler, "--version"], f"{compiler} does not say its version")
+
+
+def _said(command: list[str], trouble: str) -> str:
+    """What a compiler prints. Raises CudaError with the trouble, the command and its words."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise CudaError(f"C++ compiler: {trouble}\n{error}") from error
+    if done.returncode:
+        raise CudaError(f"C++ compiler: {trouble}\n{' '.join(command)}\nexit status {done.returncode}\n{done.stderr[:4000]}")
+    return done.stdout
 
 
 @functools.cache
@@ -375,16 +461,17 @@ def _twin(source: str, constants: tuple[tuple[str, int | str], ...]) -> ctypes.P
     if compiler is None:
         raise CudaError(str(missing("cpu")))
     native = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
-    # Ordinary functions of the C library, no fused products: what is one rounding on a GPU is one here.
-    flags = ["-std=c++17", "-O2", "-ftree-vectorize", native, "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-shared", "-fPIC", "-w", "-DTWIN"]
-    flags += [f"-D{name}={value}" for name, value in constants] + [f"-D{kernel.upper()}" for kernel in KERNELS.get(source, ())] + [f"-I{FOLDER}"]
-    with _compiled(".so", source, (FOLDER / source).read_text(), compiler, _compiler_version(compiler), flags, _processor(), sys.platform) as (
-        place,
-        unfinished,
-    ):
-        if unfinished:
-            command = [compiler, *flags, "-x", "c++", str(FOLDER / source), "-o", str(unfinished)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise CudaError(f"C++ compiler: {source} does not compile for the CPU twin\n{' '.join(command)}\n{done.stderr[:4000]}")
-    return ctypes.PyDLL(str(place))
+    # Ordinary functions of the C library, no fused products: what is one rounding on a GPU is one here. A local variable that may be read before it is set is
+    # an error; the second name is g++'s alone, and clang passes over it.
+    flags = ["-std=c++17", "-O2", "-ftree-vectorize", native, "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-shared", "-fPIC", "-DTWIN"]
+    flags += ["-Werror=uninitialized", "-Werror=maybe-uninitialized"]
+    flags += [f"-D{name}={value}" for name, value in constants] + [f"-D{kernel.upper()}" for kernel in KERNELS.get(source, ())]
+
+    def compile_to(path: Path) -> None:
+        _said([compiler, *flags, f"-I{FOLDER}", "-x", "c++", str(FOLDER / source), "-o", str(path)], f"{source} does not compile for the CPU twin")
+
+    place, _ = _compiled(".so", compile_to, source, compiler, _compiler_version(compiler), flags, _processor(), sys.platform)
+    try:
+        return ctypes.PyDLL(str(place))
+    except OSError as error:
+        raise CudaError(f"CPU twin: {source} cannot be loaded: {error}") from error

@@ -64,6 +64,26 @@ def test_compiled_whole(name: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_whole_with_other_arguments(name: str) -> None:
+    """A second value of scale, dropout or a length makes torch.compile take the first for a variable; that too it captures without a break."""
+    attention: Any = catalogue.load(name).attention
+    torch.compiler.reset()
+    compiled: Any = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for length, dim, others in (
+        (12, 16, {"scale": 0.25}),
+        (12, 16, {"scale": 0.3}),
+        (12, 16, {"scale": -0.3, "dropout_p": 0.1, "dropout_seed": 1}),
+        (40, 16, {"scale": 0.5, "dropout_p": 0.2, "dropout_seed": 2}),
+        (40, 24, {"scale": 0.7}),
+        (13, 40, {}),
+    ):
+        query, key, value = tensors((1, 2, length, dim), (1, 2, length + 3, dim), (1, 2, length + 3, dim))
+        assert torch.equal(compiled(query, key, value, **others), attention(query, key, value, **others)), (length, dim, others)
+
+
 def _kept(name: str, seed: int, p: float, batch: int, heads: int, queries: int, keys: int) -> Tensor:
     """The dropout mask that an implementation draws. Scores of 0 and the unit matrix for the values: the output is the dropped weights."""
     implementation = catalogue.load(name)
@@ -115,3 +135,13 @@ def test_no_gpu_is_said_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launching.missing("cuda") == "CUDA: no device"
     monkeypatch.setattr(launching, "no_nvrtc", lambda: "NVRTC: not found")
     assert launching.missing("cuda") == "NVRTC: not found"
+
+
+def test_a_gpu_that_is_too_old_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """sm_75 has no asynchronous copies; sm_80 has all that the kernels need."""
+    monkeypatch.setattr(launching, "no_nvrtc", lambda: None)
+    for name, answer in (("is_available", True), ("current_device", 0), ("get_device_name", "NVIDIA T4"), ("get_device_capability", (7, 5))):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    assert launching.missing("cuda") == "CUDA: NVIDIA T4 is sm_75, and the kernels need sm_80 or later"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert launching.missing("cuda") is None
