@@ -5,10 +5,18 @@
 // a meeting costs 32 switches of a few nanoseconds. Warps take turns between barriers, forwards and backwards by turns.
 //
 // It is stricter than a GPU. What a kernel does wrong here ends it with an error that names block and thread:
-//   - a read or write outside the tensors of the launch, outside the block's shared memory, or not aligned;
-//   - lanes of a warp that are not at the same meeting; a barrier that not every thread reaches;
-//   - two warps at the same 16 bytes of shared memory between two barriers, one of them writing: a race.
-// Shared memory and registers hold NaN until they are written, and so does what an asynchronous copy will fill, until it is waited for.
+//   - a read or write outside the tensors of the launch, outside the block's shared memory, outside a set of registers, or not aligned;
+//   - lanes of a warp that are not at the same meeting, of the same line; a barrier that not every thread reaches, or warps at barriers of two lines;
+//   - two warps at the same 16 bytes of shared memory between two barriers, one of them writing: a race;
+//   - a read, a write or another copy where an asynchronous copy is on its way and has not been waited for.
+// Shared memory and registers hold NaN until they are written. A local variable that may be read before it is set is an error of the compilation (launching.py),
+// as far as the host's compiler sees it.
+//
+// What it does not see, and compute-sanitizer may on a GPU:
+//   - races on device memory, between blocks or between warps, and results that no thread writes;
+//   - lanes of one warp that pass numbers through shared memory without a meeting in between: here a warp's lanes run in order up to the next one;
+//   - memory reached through a plain pointer or array, and not by read, write, copies, ldmatrix, Global or Registers;
+//   - lanes that part and meet again at one line, in a function that both sides call.
 //
 // What is compile-time on a GPU and would only multiply compilations here is a variable: CAUSAL, DROPOUT, VECTOR, SIGN.
 #pragma once
@@ -157,13 +165,14 @@ struct Warp {
     Context lanes[LANES];
     const void* slots[LANES];  // what each lane brings to a meeting
     const char* meeting;
-    int arrived, lane;  // lane: whose turn it is
+    int line, arrived, lane;  // the meeting's line of the source; the lanes that are there; the lane whose turn it is
     bool waiting, ended;
 };
 
 struct Access {  // of 16 bytes of shared memory, since which barrier and by which warp
     int written, read;
     short writer, reader;  // reader: -1 for several
+    unsigned char settled;  // a bit for each 4 bytes that no copy is on its way to
 };
 
 struct Machine {
@@ -171,7 +180,7 @@ struct Machine {
     void (*body)();
     Context home;
     Warp warps[MAX_WARPS];
-    int warp_count, warp, block, waiting, ended, phase, step;
+    int warp_count, warp, block, waiting, barrier_line, ended, phase, step;
     char *stacks, *shared;
     Access* accesses;
     Copy* copies[MAX_WARPS * LANES];
@@ -211,14 +220,19 @@ inline void next_warp(Context& from) {
 }
 
 // Every lane of the warp comes here with something, and the last to come does what is to be done for all. A lane that is not the last leaves the others the core.
+// The line is that of the call in the source: copies of it that the compiler makes are one meeting.
 template <class Complete>
-inline void meet(const char* meeting, const void* brought, Complete complete) {
+inline void meet(const char* meeting, int line, const void* brought, Complete complete) {
     Warp& warp = machine.warps[machine.warp];
     const int lane = warp.lane;
-    if (warp.arrived == 0)
+    if (warp.arrived == 0) {
         warp.meeting = meeting;
-    else if (warp.meeting != meeting)
+        warp.line = line;
+    } else if (warp.meeting != meeting) {
         fail("at '%s', where other lanes of its warp are at '%s'", meeting, warp.meeting);
+    } else if (warp.line != line) {
+        fail("at '%s' of line %d, where other lanes of its warp are at that of line %d", meeting, line, warp.line);
+    }
     warp.slots[lane] = brought;
     if (++warp.arrived == LANES) {
         warp.arrived = 0;
@@ -231,9 +245,13 @@ inline void meet(const char* meeting, const void* brought, Complete complete) {
 // One string object for each meeting, compared by address.
 inline constexpr char BARRIER[] = "barrier", END[] = "the kernel's end", SHUFFLE[] = "shuffle", LDMATRIX[] = "ldmatrix", MMA[] = "mma";
 
-inline void barrier() {
-    meet(BARRIER, nullptr, [](Warp& warp) {
+inline void barrier(int line) {
+    meet(BARRIER, line, nullptr, [](Warp& warp) {
         if (machine.ended) fail("a barrier that %d of %d warps have not reached: they have ended", machine.ended, machine.warp_count);
+        if (machine.waiting == 0)
+            machine.barrier_line = warp.line;
+        else if (machine.barrier_line != warp.line)
+            fail("at the barrier of line %d, where other warps wait at that of line %d", warp.line, machine.barrier_line);
         warp.waiting = true;
         if (++machine.waiting == machine.warp_count) {
             for (int i = 0; i < machine.warp_count; ++i) machine.warps[i].waiting = false;
@@ -247,7 +265,7 @@ inline void barrier() {
 
 inline void thread_main() {
     machine.body();
-    meet(END, nullptr, [](Warp& warp) {
+    meet(END, 0, nullptr, [](Warp& warp) {
         warp.ended = true;
         machine.ended++;
         next_warp(current());
@@ -259,6 +277,7 @@ inline void thread_main() {
 
 inline void check_global(const void* pointer, int bytes) {
     const char *first = static_cast<const char*>(pointer), *last = first + bytes;
+    if (reinterpret_cast<uintptr_t>(pointer) % bytes) fail("%d bytes of device memory at %p: not aligned", bytes, pointer);
     if (first >= machine.last.start && last <= machine.last.end) return;
     for (int i = 0; i < machine.launch.buffer_count; ++i) {
         const Buffer& buffer = machine.launch.buffers[i];
@@ -270,28 +289,36 @@ inline void check_global(const void* pointer, int bytes) {
     fail("%d bytes of device memory at %p are in no tensor of the launch", bytes, pointer);
 }
 
+inline long offset_of(const void* pointer) { return static_cast<const char*>(pointer) - machine.shared; }
 inline Access& check_shared(const void* pointer, int bytes) {
-    const char* first = static_cast<const char*>(pointer);
-    if (first < machine.shared || first + bytes > machine.shared + machine.launch.shared_bytes)
-        fail("%d bytes at offset %ld of shared memory, which has %d", bytes, static_cast<long>(first - machine.shared), machine.launch.shared_bytes);
-    if ((first - machine.shared) % bytes) fail("%d bytes at offset %ld of shared memory: not aligned", bytes, static_cast<long>(first - machine.shared));
-    return machine.accesses[(first - machine.shared) / 16];
+    const long offset = offset_of(pointer);
+    if (offset < 0 || offset + bytes > machine.launch.shared_bytes)
+        fail("%d bytes at offset %ld of shared memory, which has %d", bytes, offset, machine.launch.shared_bytes);
+    if (offset % bytes) fail("%d bytes at offset %ld of shared memory: not aligned", bytes, offset);
+    return machine.accesses[offset / 16];
+}
+// The bits of `settled` that stand for some bytes.
+inline int words_of(const void* pointer, int bytes) { return ((1 << (bytes + 3) / 4) - 1) << offset_of(pointer) % 16 / 4; }
+inline void check_settled(const Access& access, const void* pointer, int bytes) {
+    if (access.settled != 0xff && ~access.settled & words_of(pointer, bytes))
+        fail("offset %ld of shared memory, to which a copy is on its way that nobody has waited for", offset_of(pointer));
 }
 inline void reading(const void* pointer, int bytes, int warp) {
     Access& access = check_shared(pointer, bytes);
     if (access.written == machine.phase && access.writer != warp)
-        fail("reads offset %ld of shared memory, which warp %d wrote since the last barrier",
-             static_cast<long>(static_cast<const char*>(pointer) - machine.shared), access.writer);
+        fail("reads offset %ld of shared memory, which warp %d wrote since the last barrier", offset_of(pointer), access.writer);
+    check_settled(access, pointer, bytes);
     access.reader = access.read == machine.phase && access.reader != warp ? -1 : warp;
     access.read = machine.phase;
 }
-inline void writing(const void* pointer, int bytes, int warp) {
+inline Access& writing(const void* pointer, int bytes, int warp) {
     Access& access = check_shared(pointer, bytes);
     if ((access.written == machine.phase && access.writer != warp) || (access.read == machine.phase && access.reader != warp))
-        fail("writes offset %ld of shared memory, where another warp wrote or read since the last barrier",
-             static_cast<long>(static_cast<const char*>(pointer) - machine.shared));
+        fail("writes offset %ld of shared memory, where another warp wrote or read since the last barrier", offset_of(pointer));
+    check_settled(access, pointer, bytes);
     access.writer = warp;
     access.written = machine.phase;
+    return access;
 }
 
 // ------------------------------------------------------------------------------------------------------------------------------- launch
@@ -385,14 +412,18 @@ template <class T, int N>
 struct Registers {
     T at[N];
     Registers() { memset(static_cast<void*>(at), 0xff, sizeof at); }
-    T& operator[](int i) { return at[i]; }
-    const T& operator[](int i) const { return at[i]; }
+    T& operator[](int i) { return at[checked(i)]; }
+    const T& operator[](int i) const { return at[checked(i)]; }
+    static int checked(int i) {
+        if (i < 0 || i >= N) twin::fail("register %d of %d", i, N);
+        return i;
+    }
 };
 
 inline int block_index() { return twin::machine.block; }
 inline int thread_index() { return twin::thread(); }
 inline int thread_index_again() { return twin::thread(); }
-inline void barrier() { twin::barrier(); }
+inline void barrier(int line = __builtin_LINE()) { twin::barrier(line); }
 inline char* shared_memory() { return twin::machine.shared; }
 
 using Spot = char*;
@@ -451,7 +482,7 @@ inline unsigned pack(float low, float high) { return rounded<T>(low).bits | unsi
 
 template <class T>
 inline void write_two(Global<T> to, float low, float high) {
-    if (reinterpret_cast<uintptr_t>(to.pointer) % (2 * sizeof(T))) twin::fail("a write of %d bytes at %p: not aligned", int(2 * sizeof(T)), static_cast<void*>(to.pointer));
+    twin::check_global(to.pointer, 2 * sizeof(T));
     to[0] = rounded<T>(low);
     to[1] = rounded<T>(high);
 }
@@ -467,11 +498,8 @@ template <int BYTES, class T>
 inline void copy_async(Spot shared, Global<T> from, bool inside) {
     using namespace twin;
     const void* global = from.pointer;
-    if (inside) {
-        check_global(global, BYTES);
-        if (reinterpret_cast<uintptr_t>(global) % BYTES) fail("an asynchronous copy of %d bytes from %p: not aligned", BYTES, global);
-    }
-    writing(shared, BYTES, machine.warp);
+    if (inside) check_global(global, BYTES);
+    writing(shared, BYTES, machine.warp).settled &= ~words_of(shared, BYTES);
     memset(shared, 0xff, BYTES);
     const int t = thread();
     if (machine.pending[t] == machine.room[t]) {
@@ -485,6 +513,7 @@ inline void copies_wait() {
     const int t = thread();
     for (int i = 0; i < machine.pending[t]; ++i) {
         const Copy& copy = machine.copies[t][i];
+        check_shared(copy.to, copy.bytes).settled |= words_of(copy.to, copy.bytes);
         writing(copy.to, copy.bytes, machine.warp);
         if (copy.inside)
             memcpy(copy.to, copy.from, copy.bytes);
@@ -501,9 +530,9 @@ struct Shuffle {
     float result;
 };
 }  // namespace twin
-inline float from_lane(float value, int lane) {
+inline float from_lane(float value, int lane, int line = __builtin_LINE()) {
     twin::Shuffle mine{value, lane, 0.0f};
-    twin::meet(twin::SHUFFLE, &mine, [](twin::Warp& warp) {
+    twin::meet(twin::SHUFFLE, line, &mine, [](twin::Warp& warp) {
         for (const void* slot : warp.slots) {
             auto* one = static_cast<twin::Shuffle*>(const_cast<void*>(slot));
             one->result = static_cast<const twin::Shuffle*>(warp.slots[one->lane % twin::LANES])->value;
@@ -511,7 +540,7 @@ inline float from_lane(float value, int lane) {
     });
     return mine.result;
 }
-inline float from_lane_xor(float value, int mask) { return from_lane(value, (thread_index() % 32) ^ mask); }
+inline float from_lane_xor(float value, int mask, int line = __builtin_LINE()) { return from_lane(value, (thread_index() % 32) ^ mask, line); }
 
 namespace twin {
 struct Ldmatrix {
@@ -519,10 +548,10 @@ struct Ldmatrix {
     const unsigned short* row;
 };
 template <bool TRANSPOSED>
-inline void ldmatrix(Registers<unsigned, 4>& to, Spot row) {
+inline void ldmatrix(Registers<unsigned, 4>& to, Spot row, int line) {
     reading(row, 16, machine.warp);
     const Ldmatrix mine{to.at, reinterpret_cast<const unsigned short*>(row)};
-    meet(LDMATRIX, &mine, [](Warp& warp) {
+    meet(LDMATRIX, line, &mine, [](Warp& warp) {
         const Ldmatrix* lanes[LANES];
         for (int i = 0; i < LANES; ++i) lanes[i] = static_cast<const Ldmatrix*>(warp.slots[i]);
         for (int i = 0; i < 4; ++i) {
@@ -536,8 +565,8 @@ inline void ldmatrix(Registers<unsigned, 4>& to, Spot row) {
     });
 }
 }  // namespace twin
-inline void ldmatrix(Registers<unsigned, 4>& to, Spot row) { twin::ldmatrix<false>(to, row); }
-inline void ldmatrix_transposed(Registers<unsigned, 4>& to, Spot row) { twin::ldmatrix<true>(to, row); }
+inline void ldmatrix(Registers<unsigned, 4>& to, Spot row, int line = __builtin_LINE()) { twin::ldmatrix<false>(to, row, line); }
+inline void ldmatrix_transposed(Registers<unsigned, 4>& to, Spot row, int line = __builtin_LINE()) { twin::ldmatrix<true>(to, row, line); }
 
 namespace twin {
 struct Mma {
@@ -549,9 +578,9 @@ typedef float Eight __attribute__((vector_size(32)));
 }  // namespace twin
 // Products of two 16-bit numbers are exact in float32; the sum over k is taken in order.
 template <class T>
-inline void mma(Registers<float, 4>& c, const Registers<unsigned, 4>& a, unsigned b0, unsigned b1) {
+inline void mma(Registers<float, 4>& c, const Registers<unsigned, 4>& a, unsigned b0, unsigned b1, int line = __builtin_LINE()) {
     const twin::Mma mine{c.at, a.at, b0, b1};
-    twin::meet(twin::MMA, &mine, [](twin::Warp& warp) {
+    twin::meet(twin::MMA, line, &mine, [](twin::Warp& warp) {
         alignas(32) unsigned short a[16][16], b[16][8];
         alignas(32) float wide_a[16][16], wide_b[16][8], sums[16][8];
         for (int lane = 0; lane < twin::LANES; ++lane) {

@@ -153,16 +153,58 @@ FAULT(overwrites) {
     x[thread_index()] = read(numbers() + (thread_index() + 32) % 64);
     write(numbers() + thread_index(), 2.0f);
 }
+FAULT(lanes_at_two_barriers) {
+    if (thread_index() < 16)
+        barrier();
+    else
+        barrier();
+}
+FAULT(warps_at_two_barriers) {
+    if (warp_index() == 0)
+        barrier();
+    else
+        barrier();
+}
+FAULT(lanes_at_two_shuffles) {
+    if (thread_index() < 16)
+        x[thread_index()] = from_lane(1.0f, 0);
+    else
+        x[thread_index()] = from_lane(2.0f, 0);
+}
+FAULT(copies_twice) {
+    copy_async<4>(spot_of(numbers() + thread_index()), x + thread_index(), true);
+    copy_async<4>(spot_of(numbers() + thread_index()), x, true);
+}
+FAULT(reads_before_the_wait) { copy_async<4>(spot_of(numbers() + thread_index()), x, true); x[thread_index()] = read(numbers() + thread_index()); }
+FAULT(writes_before_the_wait) { copy_async<4>(spot_of(numbers() + thread_index()), x, true); write(numbers() + thread_index(), 1.0f); }
+FAULT(others_read_before_the_wait) {
+    if (warp_index() == 0) copy_async<16>(spot_of(numbers() + 4 * thread_index()), x, true);
+    barrier();
+    if (warp_index() == 1) x[thread_index()] = read(numbers() + thread_index() - 32);
+}
+FAULT(reads_askew) { x[thread_index()] = Global<float>{reinterpret_cast<float*>(reinterpret_cast<char*>(x.pointer) + 2)}[0]; }
+FAULT(register_past) {
+    Registers<float, 4> registers;
+    for (int i = 0; i < size / 16; ++i) registers[i + 1] = 1.0f;
+}
 FAULT(never_writes) { x[thread_index()] = read(numbers() + thread_index()); }
-FAULT(never_waits) { copy_async<4>(spot_of(numbers() + thread_index()), x + thread_index(), true); x[thread_index()] = read(numbers() + thread_index()); }
 FAULT(never_sets) { Registers<float, 1> register_; x[thread_index()] = register_[0]; }
 FAULT(is_right) {
     write(numbers() + thread_index(), x[thread_index()]);
     barrier();
-    x[thread_index()] = read(numbers() + (thread_index() + 32) % 64) + 1.0f;
+    const float sum = read(numbers() + (thread_index() + 32) % 64) + 1.0f;
+    for (int i = 0; i < 2; ++i) {  // a copy beside numbers that are read, waited for, and a place that another copy then takes
+        copy_async<4>(spot_of(numbers() + 64 + thread_index()), x + thread_index(), true);
+        if (read(numbers() + thread_index()) != x[thread_index()]) return;
+        copies_wait();
+        for (int j = 0; j < 2; ++j) barrier();
+    }
+    x[thread_index()] = sum;
 }
 EXPORT(reads_past) EXPORT(writes_before) EXPORT(copies_past) EXPORT(copies_askew) EXPORT(leaves_shared_memory) EXPORT(some_at_a_barrier)
-EXPORT(warps_at_a_barrier) EXPORT(lanes_part) EXPORT(races) EXPORT(overwrites) EXPORT(never_writes) EXPORT(never_waits) EXPORT(never_sets) EXPORT(is_right)
+EXPORT(warps_at_a_barrier) EXPORT(lanes_part) EXPORT(races) EXPORT(overwrites) EXPORT(never_writes) EXPORT(never_sets) EXPORT(is_right)
+EXPORT(lanes_at_two_barriers) EXPORT(warps_at_two_barriers) EXPORT(lanes_at_two_shuffles) EXPORT(copies_twice) EXPORT(reads_before_the_wait)
+EXPORT(writes_before_the_wait) EXPORT(others_read_before_the_wait) EXPORT(reads_askew) EXPORT(register_past)
 """
 
 
@@ -180,11 +222,20 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("reads_past", 1, 0, r"block 1, thread 5: .*in no tensor of the launch"),
         ("writes_before", 1, 0, r"block 0, thread 3: .*in no tensor of the launch"),
         ("copies_past", 1, 128, r"thread 31: .*in no tensor of the launch"),
-        ("copies_askew", 1, 128, r"thread 0: an asynchronous copy of 16 bytes .*not aligned"),
+        ("copies_askew", 1, 128, r"thread 0: 16 bytes of device memory .*not aligned"),
+        ("reads_askew", 1, 0, r"thread 0: 4 bytes of device memory .*not aligned"),
+        ("register_past", 1, 0, r"thread 0: register 4 of 4"),
         ("leaves_shared_memory", 1, 128, r"thread 31: 4 bytes at offset 128 of shared memory, which has 128"),
         ("some_at_a_barrier", 2, 0, r"at 'the kernel's end', where other lanes of its warp are at 'barrier'"),
         ("warps_at_a_barrier", 2, 0, r"1 of 2 warps wait at a barrier that the others never reach"),
         ("lanes_part", 1, 0, r"thread 16: at 'barrier', where other lanes of its warp are at 'shuffle'"),
+        ("lanes_at_two_barriers", 1, 0, r"thread 16: at 'barrier' of line \d+, where other lanes of its warp are at that of line \d+"),
+        ("warps_at_two_barriers", 2, 0, r"thread 63: at the barrier of line \d+, where other warps wait at that of line \d+"),
+        ("lanes_at_two_shuffles", 1, 0, r"thread 16: at 'shuffle' of line \d+, where other lanes of its warp are at that of line \d+"),
+        ("copies_twice", 1, 128, r"thread 0: offset 0 of shared memory, to which a copy is on its way"),
+        ("reads_before_the_wait", 1, 128, r"thread 0: offset 0 of shared memory, to which a copy is on its way"),
+        ("writes_before_the_wait", 1, 128, r"thread 0: offset 0 of shared memory, to which a copy is on its way"),
+        ("others_read_before_the_wait", 2, 512, r"offset \d+ of shared memory, to which a copy is on its way"),
         ("races", 2, 256, r"wrote since the last barrier|wrote or read since the last barrier"),
         ("overwrites", 2, 256, r"wrote since the last barrier|wrote or read since the last barrier"),
     ],
@@ -194,9 +245,9 @@ def test_a_fault_is_reported(faults: Path, kernel: str, warps: int, shared_bytes
         run(faults, kernel, torch.zeros(64), blocks=2, warps=warps, shared_bytes=shared_bytes, size=64)
 
 
-@pytest.mark.parametrize("kernel", ["never_writes", "never_waits", "never_sets"])
+@pytest.mark.parametrize("kernel", ["never_writes", "never_sets"])
 def test_what_was_not_written_is_nan(faults: Path, kernel: str) -> None:
-    """Shared memory, the place of a copy that is under way, a register."""
+    """Shared memory, a register."""
     x = torch.zeros(32)
     run(faults, kernel, x, shared_bytes=128)
     assert x.isnan().all()
@@ -204,8 +255,25 @@ def test_what_was_not_written_is_nan(faults: Path, kernel: str) -> None:
 
 def test_a_right_kernel_passes(faults: Path) -> None:
     x = torch.arange(64.0)
-    run(faults, "is_right", x, warps=2, shared_bytes=256)
+    run(faults, "is_right", x, warps=2, shared_bytes=512)
     assert torch.equal(x, (torch.arange(64.0) + 32) % 64 + 1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "float sum; for (int i = 0; i < size; ++i) sum += 1.0f; x[0] = sum;",
+        "float sum; if (thread_index() < size) sum = x[0]; x[thread_index()] = sum;",
+        "int next; if (size > 3) next = size / 2; x[next] = 0.0f;",
+    ],
+    ids=["sum", "branch", "index"],
+)
+def test_a_local_that_may_be_read_before_it_is_set(tmp_path: Path, body: str) -> None:
+    """It is an error of the compilation: nothing fills a local variable with NaN."""
+    path = tmp_path / "local.cu"
+    path.write_text(f'#include "primitives.cuh"\nKERNEL(local)(Global<float> x, int size) {{ {body} }}\nEXPORT(local)\n')
+    with pytest.raises(CudaError, match=r"(?s)C\+\+ compiler: .*local\.cu does not compile .*uninitialized"):
+        run(path, "local", torch.zeros(64), size=64)
 
 
 def test_arguments_of_another_size(faults: Path) -> None:
@@ -234,5 +302,25 @@ def test_a_compiler_that_fails(tmp_path: Path) -> None:
     """Its words are in the error."""
     path = tmp_path / "wrong.cu"
     path.write_text("nonsense")
-    with pytest.raises(CudaError, match=r"(?s)C\+\+ compiler: .*wrong\.cu does not compile for the CPU twin.*nonsense"):
+    with pytest.raises(CudaError, match=r"(?s)C\+\+ compiler: .*wrong\.cu does not compile for the CPU twin.*nonsense.*when loading .*wrong\.cu is_right <<<"):
         run(path, "is_right", torch.zeros(32))
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("exit 1", r"does not say its version.*exit status 1"),
+        ('[ "$1" = --version ] && exit 0; echo no such header >&2; exit 3', r"does not compile .*exit status 3.*no such header"),
+        ("exit 0", r"the compiler wrote nothing"),
+    ],
+    ids=["no-version", "fails", "writes-nothing"],
+)
+def test_a_compiler_that_is_none(primitives: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str) -> None:
+    """What CXX names may do anything; it ends as a CudaError."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(launching, "_twin", launching._twin.__wrapped__)
+    with pytest.raises(CudaError, match=rf"(?s){words}.*when loading .*primitives\.cu reduce"):
+        run(primitives, "reduce", torch.zeros(32))
