@@ -16,7 +16,7 @@
 //   - races on device memory, between blocks or between warps, and results that no thread writes;
 //   - lanes of one warp that pass numbers through shared memory without a meeting in between: here a warp's lanes run in order up to the next one;
 //   - memory reached through a plain pointer or array, and not by read, write, copies, ldmatrix, Global or Registers;
-//   - lanes that part and meet again at one line, in a function that both sides call.
+//   - lanes that part and meet again at one line of the source, as in a function that both sides call.
 //
 // What is compile-time on a GPU and would only multiply compilations here is a variable: CAUSAL, DROPOUT, VECTOR, SIGN.
 #pragma once
