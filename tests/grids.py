@@ -64,6 +64,7 @@ b1 h1 q3 k1100 d16                         # many tiles of keys, and of queries:
 b1 h1 q1100 k3 d16 causal
 b1 h4/2 q1 k700 d16                        # decoding: one query, many keys, groups
 b1 h1 q700 k900 d16 causal                 # both long
+b1 h1 q8 k1100 d16 causal-br               # the end of a long sequence
 b1 h8/2 q33 k40 d32 causal                 # groups of four, and more heads than any power of two below them
 b1 h17 q20 k20 d16
 b7 h5 q4 k4 d16 causal                     # more than 32 heads of all batch entries
