@@ -71,6 +71,10 @@ KERNEL(forward)(View<const Element> query, View<const Element> key, View<const E
             copies_wait();
             barrier();  // the tiles are there for all, and the four lanes that share a row have read what one of them will write
 
+            Drawn<ROWS, STEP> drawn;
+            if (DROPOUT)
+                drawn.draw([&](int row, int column) { return kept(problem.seed, problem.last_dropped, batch, head, first + row, first_key + column); });
+
             // This tile's softmax, about its own maximum.
             scores.clear();
             rows_by_rows(scores, Operand<ROWS, false>(q, warp_row()), k);
@@ -85,7 +89,7 @@ KERNEL(forward)(View<const Element> query, View<const Element> key, View<const E
                 const int r = scores.slot(m, i);
                 score = exp2_of((score - finite(tile_max[r])) * problem.exponent_scale);  // a weight from here on
                 tile_sum[r] += score;
-                if (DROPOUT && !kept(problem.seed, problem.last_dropped, batch, head, first + scores.row(m, i), first_key + scores.column(n, i))) score = 0.0f;
+                if (DROPOUT && drawn.drops(m, n, i)) score = 0.0f;
             });
             Sums<ROWS, DIM> tile_out;
             tile_out.clear();
@@ -199,12 +203,15 @@ KERNEL(backward)(View<const Element> query, View<const Element> key, View<const 
                 Sums<ROWS, STEP> ds;  // dP first
                 ds.clear();
                 rows_by_rows(ds, Operand<ROWS, false>(d, warp_row()), v);
+                Drawn<ROWS, STEP> drawn;
+                if (DROPOUT)
+                    drawn.draw([&](int row, int column) { return kept(problem.seed, problem.last_dropped, batch, head, first + row, first_key + column); });
                 ds.each([&](float& dp, int m, int n, int i) {
                     const int row = first + p.row(m, i), column = first_key + p.column(n, i);
                     float& weight = p.at[m][n][i];
                     const float whole = weight;
                     if (DROPOUT) {
-                        const bool keeps = kept(problem.seed, problem.last_dropped, batch, head, row, column);
+                        const bool keeps = !drawn.drops(m, n, i);
                         weight = keeps ? weight : 0.0f;
                         dp = keeps ? dp * problem.kept_scale : 0.0f;
                     }

@@ -68,6 +68,10 @@ struct Place {
 // The first of the warp's ROWS rows in the block's tile.
 DEVICE int warp_row() { return warp_index() / SPLIT * ROWS; }
 
+// A tile that is seen whole has a body of its own in each loop, which spares it the mask. Beside dropout's draws, or copies of one number at a time, the mask is
+// little, and two bodies would take more registers than there are and twice as long to compile.
+#define ONE_BODY (DROPOUT || !VECTOR)
+
 DEVICE long long first_row_of(const Problem& problem, int batch, int head) { return (static_cast<long long>(batch) * problem.heads + head) * problem.queries; }
 
 // ------------------------------------------------------------------------------------------------------------------------------- forward
@@ -82,7 +86,8 @@ struct Running {
 
 // Takes a tile of STEP keys into the running output, maximum and sum. MASKED: some of them may be hidden, or lie past the end.
 template <bool MASKED, class Query>
-DEVICE void attend(Running& row, const Query& q, Tile<DIM> k, Tile<DIM> v, const Problem& problem, const Mask& mask, const Place& place, int first_key) {
+DEVICE void attend(Running& row, const Query& q, Tile<DIM> k, Tile<DIM> v, const Drawn<ROWS, STEP>& drawn, const Problem& problem, const Mask& mask,
+                   const Place& place, int first_key) {
     const int first_query = place.first + warp_row();
     Sums<ROWS, STEP> scores;
     scores.clear();
@@ -113,10 +118,7 @@ DEVICE void attend(Running& row, const Query& q, Tile<DIM> k, Tile<DIM> v, const
         const int r = scores.slot(m, i);
         score = exp2_of((score - largest[r]) * problem.exponent_scale);  // a weight from here on
         row.total[r] += score;
-        if (DROPOUT) {
-            const int query = first_query + scores.row(m, i), key = first_key + scores.column(n, i);
-            if (!kept(problem.seed, problem.last_dropped, place.batch, place.head, query, key)) score = 0.0f;
-        }
+        if (DROPOUT && drawn.drops(m, n, i)) score = 0.0f;
     });
     row.out.each([&](float& sum, int m, int, int i) { sum *= rescale[row.out.slot(m, i)]; });
     rows_by_columns(row.out, Weights<ROWS, STEP>(scores), v);
@@ -154,10 +156,16 @@ KERNEL(forward)(View<const Element> query, View<const Element> key, View<const E
         barrier();  // this tile is there for all, and the one before is no longer read
         if (visit == 0) held.hold();
         if (visit + 1 < visits.count) fetch(next_key = visits.first(visit + 1), 1 - now);
-        if (visits.masked(visit))
-            attend<true>(row, held, k[now], v[now], problem, mask, place, first_key);
+        Drawn<ROWS, STEP> drawn;
+        if (DROPOUT) {
+            drawn.draw([&](int row, int column) {
+                return kept(problem.seed, problem.last_dropped, place.batch, place.head, place.first + warp_row() + row, first_key + column);
+            });
+        }
+        if (ONE_BODY || visits.masked(visit))
+            attend<true>(row, held, k[now], v[now], drawn, problem, mask, place, first_key);
         else
-            attend<false>(row, held, k[now], v[now], problem, mask, place, first_key);
+            attend<false>(row, held, k[now], v[now], drawn, problem, mask, place, first_key);
     }
 
     // A row that saw no key has maximum -inf and total 0: its LSE is -inf by itself, and its output 0.
@@ -214,7 +222,7 @@ constexpr int PART = DIM / SPLIT;  // columns of dK and dV that a warp sums
 // MASKED: some queries may lie before the diagonal, or past the end. Keys past the end need no mask: they have rows of their own, finite and never stored.
 template <bool MASKED>
 DEVICE void add_gradients(Sums<ROWS, PART>& dk, Sums<ROWS, PART>& dv, Tile<DIM> k, Tile<DIM> v, Tile<DIM> q, Tile<DIM> d, const float* lse, const float* delta,
-                          const Problem& problem, const Mask& mask, const Place& place, int head, int first_query) {
+                          const Drawn<ROWS, STEP>& drawn, const Problem& problem, const Mask& mask, const Place& place, int first_query) {
     const int first_key = place.first + warp_row(), first_column = warp_index() % SPLIT * PART;
     const auto hidden = [&](int m, int n, int i) {
         const int query = first_query + Sums<ROWS, STEP>::column(n, i);
@@ -227,13 +235,10 @@ DEVICE void add_gradients(Sums<ROWS, PART>& dk, Sums<ROWS, PART>& dv, Tile<DIM> 
         score = weight_of(with_sign(score), read(lse + p.column(n, i)), problem.magnitude);
         if (MASKED && hidden(m, n, i)) score = 0.0f;
     });
-    if (DROPOUT) {  // a dropped weight is still needed for dS: until then it carries a minus
-        p.each([&](float& weight, int m, int n, int i) {
-            if (!kept(problem.seed, problem.last_dropped, place.batch, head, first_query + p.column(n, i), first_key + p.row(m, i))) weight = -weight;
-        });
-        Sums<ROWS, STEP> dropped = p;
-        dropped.each([&](float& weight, int, int, int) { weight = maximum_of(weight, 0.0f); });
-        rows_by_columns(dv, Weights<ROWS, STEP>(dropped), d, first_column);
+    if (DROPOUT) {
+        Sums<ROWS, STEP> remaining = p;
+        remaining.each([&](float& weight, int m, int n, int i) { if (drawn.drops(m, n, i)) weight = 0.0f; });
+        rows_by_columns(dv, Weights<ROWS, STEP>(remaining), d, first_column);
     } else {
         rows_by_columns(dv, Weights<ROWS, STEP>(p), d, first_column);
     }
@@ -242,7 +247,7 @@ DEVICE void add_gradients(Sums<ROWS, PART>& dk, Sums<ROWS, PART>& dv, Tile<DIM> 
     rows_by_rows(ds, Operand<ROWS, false>(v, warp_row()), d);
     ds.each([&](float& dp, int m, int n, int i) {
         const float weight = p.at[m][n][i];
-        if (DROPOUT) dp = weight < 0.0f ? 0.0f : dp * problem.kept_scale;
+        if (DROPOUT) dp = drawn.drops(m, n, i) ? 0.0f : dp * problem.kept_scale;
         dp = magnitude_of(weight) * (dp - read(delta + p.column(n, i)));
         if (MASKED && hidden(m, n, i)) dp = 0.0f;  // where a hidden value is so large that dP is infinite, 0 inf is not 0
     });
@@ -282,10 +287,16 @@ KERNEL(dkey_dvalue)(View<const Element> query, View<const Element> key, View<con
             copies_wait();
             barrier();  // this tile is there for all, and the one before is no longer read
             if (visit + 1 < visits.count) fetch(next_query = visits.first(visit + 1), 1 - now);
-            if (visits.masked(visit))
-                add_gradients<true>(dk, dv, k, v, q[now], d[now], row_lse + now * STEP, row_delta + now * STEP, problem, mask, place, head, first_query);
+            Drawn<ROWS, STEP> drawn;
+            if (DROPOUT) {
+                drawn.draw([&](int row, int column) {
+                    return kept(problem.seed, problem.last_dropped, place.batch, head, first_query + column, place.first + warp_row() + row);
+                });
+            }
+            if (ONE_BODY || visits.masked(visit))
+                add_gradients<true>(dk, dv, k, v, q[now], d[now], row_lse + now * STEP, row_delta + now * STEP, drawn, problem, mask, place, first_query);
             else
-                add_gradients<false>(dk, dv, k, v, q[now], d[now], row_lse + now * STEP, row_delta + now * STEP, problem, mask, place, head, first_query);
+                add_gradients<false>(dk, dv, k, v, q[now], d[now], row_lse + now * STEP, row_delta + now * STEP, drawn, problem, mask, place, first_query);
         }
     }
     const int first_key = place.first + warp_row(), first_column = warp_index() % SPLIT * PART;
@@ -302,8 +313,8 @@ EXPORT(dkey_dvalue)
 // A key past the end is loaded as 0 and would score 0, which is far above an LSE of -100: its weight has to be masked, not only its key.
 template <bool MASKED>
 DEVICE void add_gradients(Sums<ROWS, DIM>& dq, const Operand<ROWS, false>& q, const Operand<ROWS, false>& d, Tile<DIM> k, Tile<DIM> v,
-                          const Registers<float, ROWS / 8>& lse, const Registers<float, ROWS / 8>& delta, const Problem& problem, const Mask& mask,
-                          const Place& place, int first_key) {
+                          const Registers<float, ROWS / 8>& lse, const Registers<float, ROWS / 8>& delta, const Drawn<ROWS, STEP>& drawn,
+                          const Problem& problem, const Mask& mask, const Place& place, int first_key) {
     const int first_query = place.first + warp_row();
     Sums<ROWS, STEP> p;  // scores first
     p.clear();
@@ -314,7 +325,7 @@ DEVICE void add_gradients(Sums<ROWS, DIM>& dq, const Operand<ROWS, false>& q, co
     rows_by_rows(ds, d, v);
     ds.each([&](float& dp, int m, int n, int i) {
         const int query = first_query + p.row(m, i), key = first_key + p.column(n, i);
-        if (DROPOUT) dp = kept(problem.seed, problem.last_dropped, place.batch, place.head, query, key) ? dp * problem.kept_scale : 0.0f;
+        if (DROPOUT) dp = drawn.drops(m, n, i) ? 0.0f : dp * problem.kept_scale;
         dp = p.at[m][n][i] * (dp - delta[p.slot(m, i)]);
         if (MASKED && (key >= problem.keys || !mask.sees(query, key))) dp = 0.0f;
     });
@@ -356,10 +367,16 @@ KERNEL(dquery)(View<const Element> query, View<const Element> key, View<const El
         barrier();  // this tile is there for all, and the one before is no longer read
         if (visit + 1 < visits.count) fetch(next_key = visits.first(visit + 1), 1 - now);
         const Operand<ROWS, false> queries(q, warp_row()), douts(d, warp_row());
-        if (visits.masked(visit))
-            add_gradients<true>(dq, queries, douts, k[now], v[now], row_lse, row_delta, problem, mask, place, first_key);
+        Drawn<ROWS, STEP> drawn;
+        if (DROPOUT) {
+            drawn.draw([&](int row, int column) {
+                return kept(problem.seed, problem.last_dropped, place.batch, place.head, place.first + warp_row() + row, first_key + column);
+            });
+        }
+        if (ONE_BODY || visits.masked(visit))
+            add_gradients<true>(dq, queries, douts, k[now], v[now], row_lse, row_delta, drawn, problem, mask, place, first_key);
         else
-            add_gradients<false>(dq, queries, douts, k[now], v[now], row_lse, row_delta, problem, mask, place, first_key);
+            add_gradients<false>(dq, queries, douts, k[now], v[now], row_lse, row_delta, drawn, problem, mask, place, first_key);
     }
     store_rows(head_of(dquery, place.batch, place.head, problem.queries, problem.dim), dq, all<ROWS / 8>(problem.scale), place.first + warp_row());
 }

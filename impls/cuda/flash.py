@@ -1,7 +1,7 @@
 """The launches of the kernels in `fa2.cu`, whatever the mask: their tiles, grids and shared memory, and the forward and the backward as sequences of them."""
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,21 +32,26 @@ TILES = {
     (32, 128): Tiles(forward=Tile(4, 32, 16), dkey_dvalue=Tile(4, 16, 16), dquery=Tile(4, 32, 16)),
     (32, 256): Tiles(forward=Tile(4, 16, 16), dkey_dvalue=Tile(4, 16, 16, split=2), dquery=Tile(2, 16, 16)),
 }
+# With dropout, where its bits would not fit the registers beside the scores of a whole step: half of the step.
+DROPOUT_TILES = TILES | {
+    (16, 64): replace(TILES[16, 64], forward=Tile(4, 32, 32, hold=True), dkey_dvalue=Tile(4, 16, 32)),
+    (16, 128): replace(TILES[16, 128], dkey_dvalue=Tile(4, 16, 16)),
+}
 # On the twin one tile serves the kernels of a file, which are compiled together. Between them they have all that a GPU's have: 16 rows to a warp or 32, more
 # rows than columns and fewer, operands held and read again, rows split between warps.
 TWIN_TILES = {64: Tile(4, 16, 32, hold=True), 128: Tile(2, 32, 64), 256: Tile(4, 16, 16, split=2)}
 
 
-def tiles(dtype: torch.dtype, dim: int, twin: bool) -> Tiles:
-    """The tiles for a dtype and head dim. The batch and the lengths have no say, so a slice of a batch is computed as it is in the batch."""
+def tiles(dtype: torch.dtype, dim: int, dropout: bool, twin: bool) -> Tiles:
+    """The tiles for a dtype, head dim and dropout. The batch and the lengths have no say, so a slice of a batch is computed as it is in the batch."""
     if twin:
         return Tiles(*(TWIN_TILES[padded_dim(dim)],) * 3)
-    return TILES[8 * dtype.itemsize, padded_dim(dim)]
+    return (DROPOUT_TILES if dropout else TILES)[8 * dtype.itemsize, padded_dim(dim)]
 
 
 def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
     """Products exact, sums in float32, weights cast to the input dtype. Tiles differ between head dims; the smallest make the most steps: they are claimed."""
-    chosen = [tiles(getattr(torch, dtype), dim, device == "cpu") for dim in (64, 128, 256)]
+    chosen = [tiles(getattr(torch, dtype), dim, dropout, device == "cpu") for dim in (64, 128, 256) for dropout in (False, True)]
     return Arithmetic(
         accumulate="tensor_core" if device == "cuda" and dtype != "float32" else "fma",
         key_tile=min(tile.step for each in chosen for tile in (each.forward, each.dquery)),
@@ -88,14 +93,14 @@ def backward(
 
 def forward_launch(call: Call, masking: Masking, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> Launch:
     """One block for each tile of queries of each head. Fills out and lse."""
-    tile = tiles(query.dtype, call.dim, launching.on_twin(query)).forward
+    tile = _tiles_of(call, query).forward
     blocks = -(-call.queries // tile.own) * call.heads * call.batch
     return _launch("forward", call, masking, tile, blocks, tile.own + 4 * tile.step, (query, key, value), (out, lse))
 
 
 def delta_launch(call: Call, source: str, out: Tensor, dout: Tensor, delta: Tensor) -> Launch:
     """One block for a few queries of a head, a warp to each. Fills delta."""
-    tile = tiles(out.dtype, call.dim, launching.on_twin(out)).dquery
+    tile = _tiles_of(call, out).dquery
     blocks = -(-call.queries // tile.warps) * call.heads * call.batch
     sizes = (ctypes.c_int(call.heads), ctypes.c_int(call.queries), ctypes.c_int(call.dim))
     arguments = (View.of(out), View.of(dout), ctypes.c_void_p(delta.data_ptr()), *sizes)
@@ -107,7 +112,7 @@ def dkey_dvalue_launch(
     call: Call, masking: Masking, query: Tensor, key: Tensor, value: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dkey: Tensor, dvalue: Tensor
 ) -> Launch:
     """One block for each tile of keys of each key head. Fills dkey and dvalue."""
-    tile = tiles(query.dtype, call.dim, launching.on_twin(query)).dkey_dvalue
+    tile = _tiles_of(call, query).dkey_dvalue
     blocks = -(-call.keys // tile.own) * call.kv_heads * call.batch
     others = (lse, delta, dkey, dvalue)
     return _launch("dkey_dvalue", call, masking, tile, blocks, 2 * tile.own + 4 * tile.step, (query, key, value, dout), others, 4 * tile.step)
@@ -115,9 +120,13 @@ def dkey_dvalue_launch(
 
 def dquery_launch(call: Call, masking: Masking, query: Tensor, key: Tensor, value: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dquery: Tensor) -> Launch:
     """One block for each tile of queries of each head. Fills dquery."""
-    tile = tiles(query.dtype, call.dim, launching.on_twin(query)).dquery
+    tile = _tiles_of(call, query).dquery
     blocks = -(-call.queries // tile.own) * call.heads * call.batch
     return _launch("dquery", call, masking, tile, blocks, 2 * tile.own + 4 * tile.step, (query, key, value, dout), (lse, delta, dquery))
+
+
+def _tiles_of(call: Call, tensor: Tensor) -> Tiles:
+    return tiles(tensor.dtype, call.dim, call.dropout_p > 0.0, launching.on_twin(tensor))
 
 
 def _launch(

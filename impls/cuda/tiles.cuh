@@ -101,29 +101,49 @@ struct Arena {
 };
 
 // Starts to copy LENGTH rows of a head into a tile, by the whole block; zeros past the last row and past the head dim, where memory is never read: what lies
-// there may be NaN, and 0 NaN is NaN. Rows that are not vectors are read and written element by element.
+// there may be NaN, and 0 NaN is NaN. Rows that are not vectors are copied element by element, and 16-bit elements through registers, since no asynchronous copy
+// is so small: as many at once as leave room for the sums, so that they wait for memory together.
 template <int LENGTH>
 DEVICE void copy_tile(Tile<DIM> to, const Head<const Element>& from, int first_row) {
     constexpr int CHUNKS = Tile<DIM>::CHUNKS, AT_ONCE = 32 * WARPS / CHUNKS;  // rows that the block copies at once, a thread 16 bytes
+    constexpr int TURNS = LENGTH / AT_ONCE, TOGETHER = TENSOR_CORES && TURNS % 2 == 0 ? 2 : 1;
     static_assert(AT_ONCE * CHUNKS == 32 * WARPS && LENGTH % AT_ONCE == 0, "a turn copies whole rows, and the last turn as many as the others");
     const int thread = thread_index_again(), first = thread / CHUNKS, number = thread % CHUNKS, column = number * CHUNK;
     const long long jump = AT_ONCE * from.row;
     Global<const Element> at = from.at(first_row + first, column);
-    UNROLL
-    for (int turn = 0; turn < LENGTH / AT_ONCE; ++turn) {
-        const int row = turn * AT_ONCE + first;
-        const bool inside = first_row + row < from.rows;
-        if (VECTOR) {
-            copy_async<16>(spot_of(to.chunk(row, number)), at, inside && column < from.dim);
-        } else {
+    if (VECTOR) {
+        UNROLL
+        for (int turn = 0; turn < TURNS; ++turn) {
+            const int row = turn * AT_ONCE + first;
+            copy_async<16>(spot_of(to.chunk(row, number)), at, first_row + row < from.rows && column < from.dim);
+            at = at + jump;
+        }
+        return;
+    }
+    ROLLED
+    for (int turn = 0; turn < TURNS; turn += TOGETHER) {
+        Element elements[TOGETHER][CHUNK] = {};
+        UNROLL
+        for (int t = 0; t < TOGETHER; ++t) {
+            const int row = (turn + t) * AT_ONCE + first;
             UNROLL
             for (int i = 0; i < CHUNK; ++i) {
-                Element element{};
-                if (inside && column + i < from.dim) element = at[i * from.column];
-                write(to.chunk(row, number) + i, element);
+                const bool inside = first_row + row < from.rows && column + i < from.dim;
+                if constexpr (TENSOR_CORES) {
+                    if (inside) elements[t][i] = at[i * from.column];
+                } else {
+                    copy_async<4>(spot_of(to.chunk(row, number) + i), at + i * from.column, inside);
+                }
+            }
+            at = at + jump;
+        }
+        if constexpr (TENSOR_CORES) {
+            UNROLL
+            for (int t = 0; t < TOGETHER; ++t) {
+                UNROLL
+                for (int i = 0; i < CHUNK; ++i) write(to.chunk((turn + t) * AT_ONCE + first, number) + i, elements[t][i]);
             }
         }
-        at = at + jump;
     }
 }
 
@@ -200,6 +220,36 @@ struct Weights {
                 }
             }
         }
+    }
+};
+
+// What dropout drew for a lane's numbers of a tile, a bit for each. It is drawn apart from the tile's products, four numbers in a turn of a loop that stays one:
+// unrolled among the sums, Philox would not fit the registers, and would take longer to compile than all the rest.
+template <int HEIGHT, int WIDTH>
+struct Drawn {
+    using Numbers = Sums<HEIGHT, WIDTH>;
+    static constexpr int TILES = Numbers::M * Numbers::N, WORDS = (TILES + 7) / 8;
+    Registers<unsigned, WORDS> dropped;
+
+    // Calls keeps(row, column) for each.
+    template <class Keeps>
+    DEVICE void draw(Keeps keeps) {
+        UNROLL
+        for (int word = 0; word < WORDS; ++word) {
+            dropped[word] = 0;
+            ROLLED
+            for (int tile = 8 * word; tile < smaller_of(8 * word + 8, TILES); ++tile) {
+                UNROLL
+                for (int i = 0; i < 4; ++i) {
+                    const bool keep = keeps(Numbers::row(tile / Numbers::N, i), Numbers::column(tile % Numbers::N, i));
+                    dropped[word] |= static_cast<unsigned>(!keep) << (4 * tile % 32 + i);
+                }
+            }
+        }
+    }
+    DEVICE bool drops(int m, int n, int i) const {
+        const int tile = m * Numbers::N + n;
+        return dropped[tile / 8] >> (4 * tile % 32 + i) & 1;
     }
 };
 
