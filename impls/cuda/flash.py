@@ -37,21 +37,25 @@ DROPOUT_TILES = TILES | {
     (16, 64): replace(TILES[16, 64], forward=Tile(4, 32, 32, hold=True), dkey_dvalue=Tile(4, 16, 32)),
     (16, 128): replace(TILES[16, 128], dkey_dvalue=Tile(4, 16, 16)),
 }
+# Where rows are not vectors, whose copies need registers of their own: half of the rows. The steps stay, and with them every bit of the result.
+STRIDED_TILES = {(32, 128): {"dquery": Tile(4, 16, 16)}}
 # On the twin one tile serves the kernels of a file, which are compiled together. Between them they have all that a GPU's have: 16 rows to a warp or 32, more
 # rows than columns and fewer, operands held and read again, rows split between warps.
 TWIN_TILES = {64: Tile(4, 16, 32, hold=True), 128: Tile(2, 32, 64), 256: Tile(4, 16, 16, split=2)}
 
 
-def tiles(dtype: torch.dtype, dim: int, dropout: bool, twin: bool) -> Tiles:
-    """The tiles for a dtype, head dim and dropout. The batch and the lengths have no say, so a slice of a batch is computed as it is in the batch."""
+def tiles(dtype: torch.dtype, dim: int, dropout: bool, strided: bool, twin: bool) -> Tiles:
+    """The tiles for a dtype, head dim and call. The batch and the lengths have no say, so a slice of a batch is computed as it is in the batch."""
     if twin:
         return Tiles(*(TWIN_TILES[padded_dim(dim)],) * 3)
-    return (DROPOUT_TILES if dropout else TILES)[8 * dtype.itemsize, padded_dim(dim)]
+    size = (8 * dtype.itemsize, padded_dim(dim))
+    chosen = (DROPOUT_TILES if dropout else TILES)[size]
+    return replace(chosen, **STRIDED_TILES.get(size, {})) if strided else chosen
 
 
 def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
     """Products exact, sums in float32, weights cast to the input dtype. Tiles differ between head dims; the smallest make the most steps: they are claimed."""
-    chosen = [tiles(getattr(torch, dtype), dim, dropout, device == "cpu") for dim in (64, 128, 256) for dropout in (False, True)]
+    chosen = [tiles(getattr(torch, dtype), dim, dropout, False, device == "cpu") for dim in (64, 128, 256) for dropout in (False, True)]
     return Arithmetic(
         accumulate="tensor_core" if device == "cuda" and dtype != "float32" else "fma",
         key_tile=min(tile.step for each in chosen for tile in (each.forward, each.dquery)),
@@ -93,7 +97,7 @@ def backward(
 
 def forward_launch(call: Call, masking: Masking, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> Launch:
     """One block for each tile of queries of each head. Fills out and lse."""
-    tile = _tiles_of(call, query).forward
+    tile = _tiles_of(call, query, key, value).forward
     blocks = -(-call.queries // tile.own) * call.heads * call.batch
     return _launch("forward", call, masking, tile, blocks, tile.own + 4 * tile.step, (query, key, value), (out, lse))
 
@@ -112,7 +116,7 @@ def dkey_dvalue_launch(
     call: Call, masking: Masking, query: Tensor, key: Tensor, value: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dkey: Tensor, dvalue: Tensor
 ) -> Launch:
     """One block for each tile of keys of each key head. Fills dkey and dvalue."""
-    tile = _tiles_of(call, query).dkey_dvalue
+    tile = _tiles_of(call, query, key, value, dout).dkey_dvalue
     blocks = -(-call.keys // tile.own) * call.kv_heads * call.batch
     others = (lse, delta, dkey, dvalue)
     return _launch("dkey_dvalue", call, masking, tile, blocks, 2 * tile.own + 4 * tile.step, (query, key, value, dout), others, 4 * tile.step)
@@ -120,13 +124,13 @@ def dkey_dvalue_launch(
 
 def dquery_launch(call: Call, masking: Masking, query: Tensor, key: Tensor, value: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dquery: Tensor) -> Launch:
     """One block for each tile of queries of each head. Fills dquery."""
-    tile = _tiles_of(call, query).dquery
+    tile = _tiles_of(call, query, key, value, dout).dquery
     blocks = -(-call.queries // tile.own) * call.heads * call.batch
     return _launch("dquery", call, masking, tile, blocks, 2 * tile.own + 4 * tile.step, (query, key, value, dout), (lse, delta, dquery))
 
 
-def _tiles_of(call: Call, tensor: Tensor) -> Tiles:
-    return tiles(tensor.dtype, call.dim, call.dropout_p > 0.0, launching.on_twin(tensor))
+def _tiles_of(call: Call, *inputs: Tensor) -> Tiles:
+    return tiles(inputs[0].dtype, call.dim, call.dropout_p > 0.0, not vectors(*inputs), launching.on_twin(inputs[0]))
 
 
 def _launch(
