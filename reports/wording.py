@@ -6,7 +6,7 @@ import shlex
 from hashlib import sha256
 
 from reports.evidence import size, worst_rho
-from reports.record import Judgement
+from reports.record import Element, Judgement
 
 _AXES = {"out": ("batch", "head", "query", "dim"), "lse": ("batch", "head", "query"), "dq": ("batch", "head", "query", "dim")}
 _KEY_AXES = ("batch", "kv head", "key", "dim")
@@ -103,7 +103,7 @@ def failure_block(judgement: Judgement, threshold: str = "") -> str:
     if worst is not None:
         statistical = size(judgement.rho_statistical) > size(judgement.rho)
         head += f"  rho {rho(worst)}" + (" (statistical)" if statistical else "")
-        figures = [] if judgement.worst is None else [f"error {scientific(judgement.worst.error)}", f"bound {scientific(judgement.worst.bound)}"]
+        figures = [] if judgement.worst is None else [f"{what} {size}" for what, size in zip(("error", "bound"), _sizes(judgement.worst), strict=True)]
         figures += [judgement.certainty] if judgement.certainty else []
         head += "   " + ", ".join(figures) if figures else ""
     lines.append(head)
@@ -115,6 +115,12 @@ def failure_block(judgement: Judgement, threshold: str = "") -> str:
         lines.append(bias_line(judgement))
     lines += [threshold, judgement.message.strip(), f"again: {repeat_line(judgement)}"]
     return "\n".join(line for line in lines if line)
+
+
+def _sizes(worst: Element) -> tuple[str, str]:
+    """Error and bound, to two digits, and as many as it takes to tell them apart."""
+    digits = next((digits for digits in range(2, 9) if scientific(worst.error, digits) != scientific(worst.bound, digits)), 2)
+    return scientific(worst.error, digits), scientific(worst.bound, digits)
 
 
 def is_block(message: str) -> bool:

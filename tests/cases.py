@@ -20,7 +20,7 @@ from oracles.masks import BLOCK, Dropout, Mask
 from oracles.problem import Problem
 
 Masking = Literal["full", "causal", "causal-br"]
-Family = Literal["normal", "outliers", "sharp", "positive", "spike", "rising", "ties", "uniform"]
+Family = Literal["normal", "outliers", "sharp", "positive", "onesided", "spike", "rising", "ties", "uniform"]
 Layout = Literal["contiguous", "offset", "transposed", "columns", "sliced", "expanded", "mixed"]
 
 FAMILIES: dict[Family, str] = {
@@ -28,6 +28,7 @@ FAMILIES: dict[Family, str] = {
     "outliers": "standard normal, and one entry in a thousand ten times larger (FlashAttention-3, section 4.3)",
     "sharp": "queries four times larger: a few keys hold each row",
     "positive": "values of one sign",
+    "onesided": "values of one sign, and output gradients of one",
     "spike": "one key's score lifted by the magnitude",
     "rising": "scores rise from the first key to the last, by the magnitude",
     "ties": "every key occurs four times: tied maxima",
@@ -218,6 +219,8 @@ def _tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             query = query * 4.0
         case "positive":
             value = np.abs(value)
+        case "onesided":
+            value, dout = np.abs(value), np.abs(dout)
         case "ties":
             key = key[:, :, np.arange(case.keys) // 4]
         case "uniform":

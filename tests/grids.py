@@ -76,6 +76,8 @@ b1 h1 q66 k66 d160 causal
 b1 h1 q40 k40 d112
 b1 h2 q40 k40 d33 causal                   # no multiple of a vector
 b1 h1 q20 k20 d200
+b2 h4/2 q33 k40 d16 dropout0.3
+b1 h2 q33 k33 d16 causal scale2.5
 b1 h2 q66 k66 d32 scale1.0                 # T5's: not the same as none
 b1 h1 q128 k128 d64 dropout0.1
 b1 h4/2 q70 k130 d40 causal-br dropout0.5 transposed
@@ -230,6 +232,7 @@ def general_position(dtype: Dtype, device: Device) -> list[Case]:
     b1 h8/1 q64 k64 d32           # many heads to a key head: what is summed in 16 bit between them
     b1 h1 q140 k140 d64 causal sharp
     b1 h1 q140 k140 d64 positive
+    b1 h1 q140 k140 d64 onesided  # what cancels in dP - delta: dP that is rounded before
     """
     single = """
     b1 h2 q500 k2 d8 x0.25        # two keys: hardly anything but the exponential rounds

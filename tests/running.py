@@ -131,7 +131,8 @@ def attend(implementation: Implementation, case: Case, inputs: Inputs, *, backwa
 
     A refusal is an exception of a kind that says "not this input", at the first call and of a bare callable only; one with claims has said what it takes.
     """
-    about = (implementation.name, replace(case, seed=0), backward)
+    strides = tuple(tensor.stride() for tensor in _given(inputs).values())
+    about = (implementation.name, replace(case, seed=0), strides, backward)
     try:
         call = forward(implementation, case, inputs, wanted=GRADIENTS if backward else ())
         answer = go_back(call) if backward and call.carries_gradient else call.answer()
@@ -143,7 +144,7 @@ def attend(implementation: Implementation, case: Case, inputs: Inputs, *, backwa
     return answer
 
 
-_answered: set[tuple[str, Case, bool]] = set()  # of an implementation, whatever the seed, with backward or without
+_answered: set[tuple[str, Case, tuple[tuple[int, ...], ...], bool]] = set()  # of an implementation, whatever the seed, with backward or without
 
 
 def forward(

@@ -71,9 +71,9 @@ class Subject:
             self._record_judged(judged, case, answer.seconds, axes or {}, note, own=given is None)
         return verdicts
 
-    def attend(self, case: Case, *, backward: bool, given: Inputs | None = None) -> Answer | None:
-        """The answer to a case, or None when it was refused or failed; either is recorded. `given` replaces the case's own tensors."""
-        answer = self._tried(case, lambda: attend(self.implementation, case, given or inputs(case, self.device), backward=backward))
+    def attend(self, case: Case, *, backward: bool, given: Inputs | None = None, called: Implementation | None = None) -> Answer | None:
+        """The answer to a case, or None when it was refused or failed; either is recorded. `given` replaces the case's own tensors, `called` what is called."""
+        answer = self._tried(case, lambda: attend(called or self.implementation, case, given or inputs(case, self.device), backward=backward))
         return answer if answer is None or not backward or self._carries_gradient(case, answer.has_gradient) else None
 
     def forward(
@@ -266,7 +266,9 @@ class Subject:
         self._emit(case, "failed", **fields, message=message)
 
     def _mistaken(self, case: Case, name: TensorName) -> str:
-        """What a wrong answer is the right one to: the case less one of its features. Nothing where it is neither."""
+        """What a wrong answer is the right one to: the case less one of its features. Nothing where it is neither, nor of one key."""
+        if case.keys == 1:
+            return ""
         without: dict[str, Case] = {}
         if case.mask != "full":
             without["without the causal mask"] = replace(case, mask="full")

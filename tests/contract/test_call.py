@@ -5,6 +5,7 @@ came back is no part of an input, and that one process came back.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_call_after_call(subject: Subject) -> None:
             calls += [("other strides", turned, None), ("the first strides again", other, None)]
         if case.layout != "expanded":  # which are one memory
             calls += [("new values in the tensors of the first call", renewed, given)]
-        answered: list[tuple[str, Answer]] = []
+        answered: list[tuple[str, Case, Answer]] = []
         for words, call, tensors in calls:
             there = _renew(given, inputs(call, subject.device)) if call is renewed else tensors
             refused = len(subject.refusals)
@@ -84,10 +85,11 @@ def test_call_after_call(subject: Subject) -> None:
                 continue  # another batch size or stride; a refusal of what had been answered is a fault
             if answer is None:
                 break
-            stale = [f"; its out has the very bits of the answer to {said}" for said, earlier in answered if torch.equal(answer["out"], earlier["out"])]
+            others = [(said, earlier) for said, asked, earlier in answered if replace(asked, layout=call.layout) != call]  # whose values are others
+            stale = [f"; its out has the very bits of the answer to {said}" for said, earlier in others if torch.equal(answer["out"], earlier["out"])]
             note = f"call {len(answered) + 1} of a row: {words}" + "".join(stale[:1])
             subject.judge_answer(answer, call, _tensors(subject), note=note)
-            answered.append((words, answer))
+            answered.append((words, call, answer))
 
 
 @pytest.mark.check(grid=grids.trained, single=False)
@@ -101,6 +103,25 @@ def test_other_options(subject: Subject) -> None:
                 answer = subject.attend(call, backward=subject.implementation.supports.backward)
                 if answer is not None:
                     subject.judge_answer(answer, call, _tensors(subject), note=f"call {number} of a row of one shape with other options each")
+
+
+@pytest.mark.check(grid=grids.trained, single=False)
+def test_keywords(subject: Subject) -> None:
+    """Keywords that may be left out, or said where they change nothing: no return_lse, no causal_alignment (top left then), enable_gqa for equal heads."""
+    kernel, supports = subject.implementation, subject.implementation.supports
+    aligned = len(supports.causal) == 2
+    for case in subject.cases[-1:]:
+        calls = [
+            (supports.lse, "without return_lse", case, replace(kernel, supports=replace(supports, lse=False))),
+            (aligned, "without causal_alignment", replace(case, keys=case.keys + 5), replace(kernel, supports=replace(supports, causal=("top_left",)))),
+            (supports.grouped_heads, "with enable_gqa=True for equal heads", case, replace(kernel, attention=partial(kernel.attention, enable_gqa=True))),
+        ]
+        for is_claimed, words, call, called in calls:
+            if not is_claimed or not_claimed(call, supports):
+                continue
+            answer = subject.attend(call, backward=supports.backward, called=called)
+            if answer is not None:
+                subject.judge_answer(answer, call, _tensors(subject), note=f"called {words}")
 
 
 def _options(case: Case) -> list[list[Case]]:
