@@ -115,7 +115,8 @@ DEVICE void copy_tile(Tile<DIM> to, const Head<const Element>& from, int first_r
         UNROLL
         for (int turn = 0; turn < TURNS; ++turn) {
             const int row = turn * AT_ONCE + first;
-            copy_async<16>(spot_of(to.chunk(row, number)), at, first_row + row < from.rows && column < from.dim);
+            const bool inside = first_row + row < from.rows;
+            copy_async<16>(spot_of(to.chunk(row, number)), at, inside && column < from.dim);
             at = at + jump;
         }
         return;
