@@ -38,6 +38,7 @@ from tests import running
 TICK = 0.25  # seconds between two looks at what is silent
 SILENCE = 10  # time limits that may pass without a word while no kernel is called: the oracles of a long case
 PATIENCE = 4  # time limits by the clock, for a kernel that works but does not get the processor
+DYING = 3.0  # seconds between the end of a process' connection and its own, which takes a while where it holds a GPU
 DEATHS = 3  # of one check, after which the rest of its cases is left out
 HANGS = 3  # of one implementation, after which the rest of its checks is left out; each leaves its calls a quarter of the time
 SPOILT = 87  # the exit status of a host whose kernel left it unusable, after it said so
@@ -320,7 +321,9 @@ class Hosts:
                     return
                 kind, content = host.connection.recv()
             except Exception:  # its end, or words that a damaged process did not finish
-                time.sleep(0.05)  # the connection closes a moment before the process is gone
+                deadline = time.monotonic() + DYING
+                while host.status() is None and time.monotonic() < deadline:
+                    time.sleep(0.01)
                 if host.status() is None:
                     self._lose(host, "the process closed the files that it was given")
                 return
