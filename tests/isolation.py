@@ -321,10 +321,12 @@ class Hosts:
                     return
                 kind, content = host.connection.recv()
             except Exception:  # its end, or words that a damaged process did not finish
-                deadline = time.monotonic() + DYING
+                time.sleep(0.05)  # the connection closes a moment before the process is gone
+                lives, deadline = host.status() is None, time.monotonic() + DYING
                 while host.status() is None and time.monotonic() < deadline:
                     time.sleep(0.01)
-                if host.status() is None:
+                status = host.status()
+                if lives and (status is None or (status >= 0 and status != SPOILT)):
                     self._lose(host, "the process closed the files that it was given")
                 return
             self._take(host, host.job, kind, content)
