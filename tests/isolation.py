@@ -32,7 +32,7 @@ import msgspec
 import pytest
 import torch
 
-from reports.record import Record
+from reports.record import Judgement, Record
 from tests import running
 
 TICK = 0.25  # seconds between two looks at what is silent
@@ -125,7 +125,7 @@ class Diary:
         self._file: BinaryIO | None = None
         running.watch = lambda case: self.write("back") if case is None else self.write("calling", str(case))
 
-    def begin(self, name: str, about: Record) -> None:
+    def begin(self, name: str, about: Judgement) -> None:
         """Of a check. about: what is to be recorded if the worker dies in it."""
         self._file = _diary(self._folder, name).open("wb", buffering=0)
         self.write("about", msgspec.json.encode(about).decode())
@@ -146,16 +146,15 @@ class Diary:
     def read(folder: Path, name: str) -> "Unfinished | None":
         """What a worker left of a check."""
         path = _diary(folder, name)
-        if not path.exists():
+        lines = [msgspec.json.decode(line, type=tuple[str, str]) for line in path.read_bytes().splitlines()] if path.exists() else []
+        if not lines:
             return None
-        lines = [msgspec.json.decode(line, type=tuple[str, str]) for line in path.read_bytes().splitlines()]
         cases = [content for kind, content in lines if kind == "calling"]
         return Unfinished(
-            about=lines[0][1],
-            records=[content for kind, content in lines if kind == "record"],
+            about=msgspec.json.decode(lines[0][1], type=Judgement),
+            records=[msgspec.json.decode(content, type=Record) for kind, content in lines if kind == "record"],
             case=cases[-1] if cases else "",
-            in_call=lines[-1][0] == "calling",
-            is_told=lines[-1][0] == "record",
+            last=lines[-1][0],
         )
 
 
@@ -163,11 +162,18 @@ class Diary:
 class Unfinished:
     """What is known of a check in which a worker died."""
 
-    about: str  # a record, encoded
-    records: list[str]
+    about: Judgement  # what is to be recorded of the death itself
+    records: list[Record]
     case: str  # the line of the last one that a kernel was given
-    in_call: bool  # whether it had not come back
-    is_told: bool  # whether a record was the last that was heard, as where a kernel left the device in error
+    last: str  # what kind of line was the last
+
+    def findings(self) -> list[Record]:
+        """The records and, unless the last thing heard is the failure that the worker ended itself for, the death."""
+        told = self.records[-1] if self.records and self.last == "record" else None
+        if isinstance(told, Judgement) and told.status in ("failed", "known defect"):
+            return self.records
+        how = "the process died in the call" if self.last == "calling" else "the process died after the call had come back: it was damaged"
+        return [*self.records, msgspec.structs.replace(self.about, case=self.case, message=how)]
 
 
 def _diary(folder: Path, name: str) -> Path:

@@ -435,16 +435,14 @@ def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport) -> None:
     state = _session_state
     if state is None or (left := Diary.read(state.shared, crashitem)) is None:
         return
-    found = [_decoder.decode(line) for line in left.records]
-    if not left.is_told:
-        how = "the process died in the call" if left.in_call else "the process died after the call had come back: it was damaged"
-        found.append(msgspec.structs.replace(_decoder.decode(left.about), case=left.case, message=how))
+    found = left.findings()
     for record in found:
         state.record(record)
     failures = [record for record in found if isinstance(record, Judgement) and record.status in ("failed", "known defect")]
     known = all(record.status == "known defect" for record in failures)
-    words = [record.message if "\n" in record.message else wording.failure_block(record) for record in failures]
+    words = [wording.failure_block(record) for record in failures]
     report.when, report.outcome = "call", "skipped" if known else "failed"
+    report.location = (report.location[0], None, crashitem.rpartition("::")[2])
     report.longrepr = "\n\n".join([*words, "the process is of no further use: the other cases of this check were left out"])
     if known:
         report.wasxfail = failures[-1].message

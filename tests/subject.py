@@ -47,6 +47,11 @@ class Subject:
     refusals: list[str] = field(default_factory=list)
     judged: int = 0
 
+    @property
+    def tensors(self) -> tuple[TensorName, ...]:
+        """All that the implementation answers, with gradients where it claims them."""
+        return FORWARD + BACKWARD if self.implementation.supports.backward else FORWARD
+
     # ------------------------------------------------------------------------------------------------ figures
 
     def judge(self, case: Case, names: tuple[TensorName, ...], *, axes: dict[str, float] | None = None) -> list[Judged]:

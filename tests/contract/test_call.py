@@ -14,16 +14,12 @@ import torch
 from impls.spec import Device, Dtype
 from tests import grids, judging
 from tests.cases import Case, Inputs, inputs, not_claimed
-from tests.running import Answer, TensorName
-from tests.subject import BACKWARD, FORWARD, Subject
+from tests.running import Answer
+from tests.subject import Subject
 from tests.world import FILTERS
 
 CALLS = 24  # of one input in a row
 BUSY = 200_000_000  # clock cycles for which a GPU's stream is kept from what follows: about a tenth of a second
-
-
-def _tensors(subject: Subject) -> tuple[TensorName, ...]:
-    return FORWARD + BACKWARD if subject.implementation.supports.backward else FORWARD
 
 
 @pytest.mark.check(grid=grids.small)
@@ -89,8 +85,15 @@ def test_call_after_call(subject: Subject) -> None:
             others = [(said, earlier) for said, asked, earlier in answered if replace(asked, layout=call.layout) != call]  # whose values are others
             stale = [f"; its out has the very bits of the answer to {said}" for said, earlier in others if torch.equal(answer["out"], earlier["out"])]
             note = f"call {len(answered) + 1} of a row: {words}" + "".join(stale[:1])
-            subject.judge_answer(answer, call, _tensors(subject), note=note)
+            subject.judge_answer(answer, call, subject.tensors, note=note)
             answered.append((words, call, answer))
+
+
+def _renew(given: Inputs, new: Inputs) -> Inputs:
+    """The values of other inputs in the memory of these."""
+    for old, tensor in ((given.query, new.query), (given.key, new.key), (given.value, new.value), (given.dout, new.dout)):
+        old.copy_(tensor)
+    return replace(given, block_mask=new.block_mask)
 
 
 @pytest.mark.check(grid=grids.trained, single=False)
@@ -103,7 +106,19 @@ def test_other_options(subject: Subject) -> None:
                     break
                 answer = subject.attend(call, backward=subject.implementation.supports.backward)
                 if answer is not None:
-                    subject.judge_answer(answer, call, _tensors(subject), note=f"call {number} of a row of one shape with other options each")
+                    subject.judge_answer(answer, call, subject.tensors, note=f"call {number} of a row of one shape with other options each")
+
+
+def _options(case: Case) -> list[list[Case]]:
+    """Rows of calls that differ in one option: what is claimed of the first is not always claimed of the next."""
+    blocks, longer = replace(case, mask="full", keys=260, blocks=0.5), replace(case, keys=case.keys + 1)
+    return [
+        [replace(case, mask="full"), replace(case, mask="causal")],
+        [replace(longer, mask="causal"), replace(longer, mask="causal-br")],
+        [replace(case, scale=None), replace(case, scale=0.5), replace(case, scale=0.25)],
+        [replace(case, dropout=0.25), replace(case, dropout=0.25, seed=case.seed + 1)],
+        [replace(blocks, seed=case.seed + 1), replace(blocks, seed=case.seed + 2)],
+    ]
 
 
 @pytest.mark.check(grid=grids.trained, single=False)
@@ -122,33 +137,14 @@ def test_keywords(subject: Subject) -> None:
                 continue
             answer = subject.attend(call, backward=supports.backward, called=called)
             if answer is not None:
-                subject.judge_answer(answer, call, _tensors(subject), note=f"called {words}")
-
-
-def _options(case: Case) -> list[list[Case]]:
-    """Rows of calls that differ in one option: what is claimed of the first is not always claimed of the next."""
-    blocks, longer = replace(case, mask="full", keys=260, blocks=0.5), replace(case, keys=case.keys + 1)
-    return [
-        [replace(case, mask="full"), replace(case, mask="causal")],
-        [replace(longer, mask="causal"), replace(longer, mask="causal-br")],
-        [replace(case, scale=None), replace(case, scale=0.5), replace(case, scale=0.25)],
-        [replace(case, dropout=0.25), replace(case, dropout=0.25, seed=case.seed + 1)],
-        [replace(blocks, seed=case.seed + 1), replace(blocks, seed=case.seed + 2)],
-    ]
-
-
-def _renew(given: Inputs, new: Inputs) -> Inputs:
-    """The values of other inputs in the memory of these."""
-    for old, tensor in ((given.query, new.query), (given.key, new.key), (given.value, new.value), (given.dout, new.dout)):
-        old.copy_(tensor)
-    return replace(given, block_mask=new.block_mask)
+                subject.judge_answer(answer, call, subject.tensors, note=f"called {words}")
 
 
 @pytest.mark.check(grid=grids.addresses, claims=("unaligned",))
 def test_addresses(subject: Subject) -> None:
     """Tensors that do not begin at a multiple of 16 bytes, as slices of others may."""
     for case in subject.cases:
-        subject.judge(case, _tensors(subject))
+        subject.judge(case, subject.tensors)
 
 
 def _same(first: Answer, second: Answer) -> bool:
@@ -172,7 +168,7 @@ def test_calls_agree(subject: Subject) -> None:
                 return
             said = next((said for earlier, said in judged if _same(answer, earlier)), None)
             if said is None:
-                verdicts = judging.judge(answer, case, arithmetic, _tensors(subject))
+                verdicts = judging.judge(answer, case, arithmetic, subject.tensors)
                 worst = max(verdicts, key=lambda verdict: (not verdict.passed, verdict.worst_rho))
                 said = "" if worst.passed else f"{worst.tensor} with rho {worst.worst_rho:.3g}"
                 judged.append((answer, said))
@@ -218,4 +214,4 @@ def test_stream(subject: Subject) -> None:
             answer = subject.attend(renewed, backward=subject.implementation.supports.backward, given=_renew(given, fresh))
         if answer is not None:
             note = "called in a stream that had yet to fill the inputs: wrong there, if right elsewhere, is work in another stream"
-            subject.judge_answer(answer, renewed, _tensors(subject), note=note)
+            subject.judge_answer(answer, renewed, subject.tensors, note=note)

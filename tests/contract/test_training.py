@@ -109,7 +109,7 @@ def test_one_memory(subject: Subject) -> None:
         for words, given in _shared(inputs(case, subject.device), strided=supports.strided):
             answer = subject.attend(case, backward=supports.backward, given=given)
             if answer is not None:
-                subject.judge_answer(answer, case, FORWARD + BACKWARD if supports.backward else FORWARD, given=given, note=words)
+                subject.judge_answer(answer, case, subject.tensors, given=given, note=words)
 
 
 def _shared(given: Inputs, *, strided: bool) -> Iterator[tuple[str, Inputs]]:

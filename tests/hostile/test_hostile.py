@@ -8,11 +8,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from reports import wording
-from reports.record import Judgement, read
+from reports.record import Judgement, Status, read
+from tests import running
+from tests.isolation import Diary
 from tests.plugin import ROOT
 
 KERNELS = "tests/hostile/kernels.py"
@@ -162,6 +165,23 @@ def test_of_the_catalogue(tmp_path: Path) -> None:
         assert {judgement.status for judgement in found.judgements if judgement.implementation == name} == {"passed"}, text
         assert len({judgement.check for judgement in found.judgements if judgement.implementation == name}) == 3, text
         assert not found.failing_tests(name)
+
+
+@pytest.mark.parametrize("status", ["passed", "refused", "failed", "known defect"])
+def test_a_worker_that_dies_after_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: Status) -> None:
+    """Its death is a failure of the check, unless the record before it told of the failure that the worker ended itself for."""
+    about = Judgement(run="", implementation="x", check="contract/answers", case="", dtype="float32", device="cpu", status="failed")
+    monkeypatch.setattr(running, "watch", running.watch)  # which a diary sets
+    diary = Diary(tmp_path)
+    diary.begin("check", about)
+    diary.write("calling", PLAIN)
+    diary.write("back")
+    diary.write("record", msgspec.json.encode(msgspec.structs.replace(about, status=status)).decode())
+    left = Diary.read(tmp_path, "check")
+    diary.end()
+    assert left
+    assert len(left.findings()) == (1 if status in ("failed", "known defect") else 2)
+    assert left.findings()[-1].status in ("failed", "known defect")  # type: ignore[union-attr]
 
 
 @pytest.mark.gpu

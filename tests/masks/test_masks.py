@@ -9,19 +9,14 @@ from torch import Tensor
 
 from tests import grids
 from tests.cases import Case, Inputs, inputs
-from tests.running import TensorName
-from tests.subject import BACKWARD, FORWARD, Subject
-
-
-def _tensors(subject: Subject) -> tuple[TensorName, ...]:
-    return FORWARD + BACKWARD if subject.implementation.supports.backward else FORWARD
+from tests.subject import Subject
 
 
 @pytest.mark.check(grid=grids.masked, single=False)
 def test_masked(subject: Subject) -> None:
     """Causal at queries <, =, > keys, both alignments, block masks: inside the bound."""
     for case in subject.cases:
-        subject.judge(case, _tensors(subject))
+        subject.judge(case, subject.tensors)
 
 
 @pytest.mark.check(grid=grids.masked)
@@ -59,7 +54,7 @@ def _replace_hidden(subject: Subject, *, large: bool) -> None:
         if first is None or second is None:
             continue
         message = f"{'large values' if large else 'NaN'} in keys and values that no query sees changed what these queries answer"
-        for name in _tensors(subject):
+        for name in subject.tensors:
             if name not in first:
                 continue
             if not torch.equal(first[name], second[name]) and subject.varies(case, name, (plain, first[name]), (other, second[name])):
@@ -109,7 +104,7 @@ def test_memory_outside_changes_nothing(subject: Subject) -> None:
 def test_empty_rows(subject: Subject) -> None:
     """A query that sees no key: output 0, lse -inf, gradient 0; and nothing of it in the gradients of keys and values."""
     for case in subject.cases:
-        subject.judge(case, _tensors(subject))
+        subject.judge(case, subject.tensors)
 
 
 @pytest.mark.check(grid=grids.shared_blocks, claims=("block_mask",))
@@ -123,7 +118,7 @@ def test_shared_blocks(subject: Subject) -> None:
             shared = replace(given, block_mask=mask)
             answer = subject.attend(case, backward=subject.implementation.supports.backward, given=shared)
             if answer is not None:
-                subject.judge_answer(answer, case, _tensors(subject), given=shared, note=f"one block mask for all {whose}")
+                subject.judge_answer(answer, case, subject.tensors, given=shared, note=f"one block mask for all {whose}")
 
 
 @pytest.mark.check(grid=grids.bottom_right_pairs)
