@@ -140,11 +140,13 @@ def _module(place: str, name: str) -> ModuleType:
 
 
 def _file(path: Path, name: str) -> ModuleType:
-    """Runs a file as a module of its own. Its folder is importable while it runs, as for `python file.py`."""
+    """Runs a file as a module of its own, once, however many of its functions are asked for. Its folder is importable meanwhile, as for `python file.py`."""
     path = path.expanduser().absolute()
     if not path.is_file():
         raise FileNotFoundError(f"{name}: there is no file {path}; {FORMS}")
-    unique = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    unique = f"{path.stem}_{hashlib.sha256(f'{path} {path.stat().st_mtime_ns}'.encode()).hexdigest()[:12]}"
+    if unique in sys.modules:
+        return sys.modules[unique]
     spec = importlib.util.spec_from_file_location(unique, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{name}: {path} is not a Python file; {FORMS}", name=unique)
@@ -153,9 +155,10 @@ def _file(path: Path, name: str) -> ModuleType:
     sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except ModuleNotFoundError as error:
-        raise ImportError(f"{name}: {path} needs '{error.name}', which is not installed", name=error.name) from error
     except (Exception, SystemExit) as error:
+        del sys.modules[unique]
+        if isinstance(error, ModuleNotFoundError):
+            raise ImportError(f"{name}: {path} needs '{error.name}', which is not installed", name=error.name) from error
         raise _failed(name, error) from error
     finally:
         sys.path.remove(str(path.parent))

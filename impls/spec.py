@@ -68,7 +68,7 @@ class Arithmetic:
     """
 
     accumulate: Literal["fma", "tensor_core", "float64"] = "fma"  # tensor cores truncate: twice the unit roundoff
-    products: Literal["exact", "3xtf32", "tf32"] = "exact"  # what float32 operands are rounded to before they are multiplied
+    products: Literal["exact", "3xtf32", "tf32"] = "exact"  # what float32 operands are rounded to, to nearest, before they are multiplied
     weights: Literal["input", "float32"] = "input"  # what P and dS are cast to before the second product
     # Where the contributions to a gradient are added up. "heads": each query head's in float32, and those of the heads of a group in the input dtype.
     gradients: Literal["float32", "heads", "input"] = "float32"

@@ -121,7 +121,7 @@ class _Adding:
         sums = self._sum(online_sum, weighted_squares, out_squares) + out_squares * (total + 3.0 * self.rounding)
         visible = rows.visible.to(torch.float64)
         out = apart + sums + self.cast * weighted_squares + self._last(rows.out) + self.underflow * (visible @ value_squares)
-        lse = moved.sum(dim=1, keepdim=True) + self.exponential + total + 3.0 * self.rounding * (lse_squares + 1.0)
+        lse = moved.sum(dim=1, keepdim=True) + self.exponential + total + 3.0 * self.rounding * (lse_squares + 1.0) + self.units.u_l**2 / 3.0 * lse_squares
 
         # --- delta, one error for all keys of a row: from the stored output, or from sum_j P_j dP_j; the larger is not known, so both
         slope_squares = (rows.dweights - rows.delta).square()

@@ -11,7 +11,7 @@ from torch import Tensor
 from oracles import bounds
 
 BIAS_BLOCKS = 64  # blocks of rows, or of columns, over which the standard error of the bias is taken, at most
-BIAS_FEWEST_BLOCKS = 16  # with fewer, a standard error says too little and bias is not judged
+BIAS_FEWEST_BLOCKS = 16  # with fewer rows or columns, a standard error says too little and bias is not judged
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def missed(actual: Tensor, exact: Float[Tensor, "..."], before: Float[Tensor, ".
 
 
 def bias(actual: Tensor, exact: Float[Tensor, "..."], float32_bound: Float[Tensor, "..."], casts: Sequence[Float[Tensor, "..."]] = ()) -> Bias | None:
-    """Whether the errors lean to one side. None where there are too few rows to tell, or nothing to weigh.
+    """Whether the errors lean to one side. None where there are too few rows or columns to tell, or nothing to weigh.
 
     actual: in the kernel's dtype; in 16 bit its roundoff is the unit. float32_bound: the statistical bound without casts; for float32 it is the unit, in 16 bit
     what it explains is allowed on top, since the error of one row's maximum or lse has one sign for the whole row. casts: the errors that rounding the
@@ -104,7 +104,7 @@ def bias(actual: Tensor, exact: Float[Tensor, "..."], float32_bound: Float[Tenso
     """
     rows = exact.reshape(-1, exact.shape[-1])
     got = actual.to(torch.float64).reshape(rows.shape)
-    if len(rows) < BIAS_FEWEST_BLOCKS or not (got.isfinite().all() and rows.isfinite().all()):
+    if min(rows.shape) < BIAS_FEWEST_BLOCKS or not (got.isfinite().all() and rows.isfinite().all()):
         return None
     in_ulps = actual.dtype in (torch.float16, torch.bfloat16)
     unit = (bounds.worst_unit(rows, actual.dtype) if in_ulps else float32_bound.reshape(rows.shape)).sum()

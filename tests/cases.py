@@ -282,11 +282,13 @@ def _block_mask(case: Case, device: str | torch.device) -> Tensor | None:
         return None
     shape = (case.batch, case.heads, math.ceil(case.queries / BLOCK), math.ceil(case.keys / BLOCK))
     share = _raw(case, 4, math.prod(shape)).astype(np.float64) / 2.0**64
-    return torch.from_numpy((share < case.blocks).reshape(shape)).to(device)
+    mask = torch.from_numpy((share < case.blocks).reshape(shape)).to(device)
+    return mask.mT.contiguous().mT if case.layout == "transposed" else mask
 
 
-# Tensors of one shape that do not share their strides: a kernel that reads dout by the strides of query, or value by those of key, is seen by this alone.
-_MIXED: dict[str, Layout] = {"query": "contiguous", "key": "transposed", "value": "sliced", "dout": "transposed"}
+# Tensors of one shape that do not share their strides: a kernel that reads dout by the strides of query, or value by those of key, is seen by this alone; and
+# one that looks at the query for whether rows are contiguous.
+_MIXED: dict[str, Layout] = {"query": "contiguous", "key": "columns", "value": "transposed", "dout": "sliced"}
 
 GUARD = 1024  # elements of NaN on either side of a contiguous tensor; keeps the alignment that kernels ask for
 

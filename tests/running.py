@@ -110,12 +110,8 @@ class Forward:
     tensors: dict[TensorName, Tensor]  # out and, where claimed, lse
     seconds: float
     changed: tuple[str, ...]
+    carries_gradient: bool  # whether autograd can go back from the output
     is_changed: bool = False  # its tensors, by the caller since
-
-    @property
-    def carries_gradient(self) -> bool:
-        """Whether autograd can go back from the output."""
-        return self.tensors["out"].requires_grad
 
     def renewed(self) -> "Forward":
         """The same call, after the caller has changed its tensors: from now on they stay as they are, and a backward may refuse them."""
@@ -135,7 +131,7 @@ def attend(implementation: Implementation, case: Case, inputs: Inputs, *, backwa
     about = (implementation.name, replace(case, seed=0), strides, backward)
     try:
         call = forward(implementation, case, inputs, wanted=GRADIENTS if backward else ())
-        answer = go_back(call) if backward and call.carries_gradient else call.answer()
+        answer = go_back(call, plain=True) if backward and call.carries_gradient else call.answer()
     except Refused as refusal:
         if about in _answered:
             raise Fault(f"refused what it had answered before: {refusal}") from refusal
@@ -154,11 +150,17 @@ def forward(
     *,
     wanted: Sequence[TensorName] = (),
     under: Callable[[], AbstractContextManager[object]] = nullcontext,
+    leaves: tuple[Tensor, ...] | None = None,
 ) -> Forward:
-    """Calls the implementation. wanted: of which inputs a gradient will be asked; under: what the call stands in, as in torch.no_grad."""
+    """Calls the implementation. wanted: of which inputs a gradient will be asked; under: what the call stands in, as in torch.no_grad.
+
+    leaves: the very tensors of an earlier call, where they are the memory of `inputs`.
+    """
     given = _given(inputs)
     before = {name: _memory(tensor).clone() for name, tensor in given.items()}
-    leaves = tuple(tensor.detach().requires_grad_(name in wanted) for name, tensor in zip(GRADIENTS, (inputs.query, inputs.key, inputs.value), strict=True))
+    leaves = leaves or tuple(
+        tensor.detach().requires_grad_(name in wanted) for name, tensor in zip(GRADIENTS, (inputs.query, inputs.key, inputs.value), strict=True)
+    )
     keywords = arguments(case, implementation.supports, inputs)
     _poison_free_memory(inputs)
     started = time.perf_counter()
@@ -173,7 +175,8 @@ def forward(
                 raise
             if implementation.bare and _declines(error):
                 raise Refused(_said(error)) from error
-            raise Fault(f"forward raised {_said(error)}", spoils=_spoils(error, inputs)) from error
+            hint = "; what a kernel does not take it declines by a ValueError" if implementation.bare and isinstance(error, AssertionError) else ""
+            raise Fault(f"forward raised {_said(error)}{hint}", spoils=_spoils(error, inputs)) from error
     seconds = time.perf_counter() - started
     tensors = _outputs(returned, implementation.supports, case, inputs)
     for name, tensor in tensors.items():
@@ -182,13 +185,20 @@ def forward(
     if early is not None and not _same_bits(early, tensors["out"]):
         raise Fault("out was not ready when the caller's stream read it: it is computed in another stream, which the caller's does not wait for")
     _check_untouched(given, before)
-    return Forward(implementation, case, inputs, leaves, before, tensors, seconds, tuple(changed))
+    return Forward(implementation, case, inputs, leaves, before, tensors, seconds, tuple(changed), _carries_gradient(tensors["out"]))
 
 
-def go_back(call: Forward, *, dout: Tensor | None = None, keep: bool = False) -> Answer:
+def _carries_gradient(out: Tensor) -> bool:
+    """An operator that has no formula for its gradient leaves a node that only warns."""
+    return out.requires_grad and out.grad_fn is not None and "NotImplemented" not in out.grad_fn.name()
+
+
+def go_back(call: Forward, *, dout: Tensor | None = None, keep: bool = False, plain: bool = False) -> Answer:
     """The backward of a call, by autograd, of the inputs whose gradient is wanted.
 
-    dout: the output gradient, where it is not the call's own. keep: the graph is kept for another backward; a bare callable may decline that.
+    dout: the output gradient, where it is not the call's own. keep: the graph is kept for another backward, which a bare callable may decline. plain: this
+    follows its forward at once, for all three gradients. What a bare callable declines there it has no gradient of; what it declines elsewhere, and not there,
+    is a fault.
     """
     wanted = [(name, leaf) for name, leaf in zip(GRADIENTS, call.leaves, strict=True) if leaf.requires_grad]
     given = call.inputs.dout if dout is None else dout
@@ -202,7 +212,7 @@ def go_back(call: Forward, *, dout: Tensor | None = None, keep: bool = False) ->
                 raise
             if call.is_changed and _declines(error):
                 raise Withheld(_said(error)) from error
-            if call.implementation.bare and (isinstance(error, NotImplementedError) or (keep and _declines(error))):
+            if call.implementation.bare and _declines(error) and (plain or keep or isinstance(error, NotImplementedError) or _declines_backward(call)):
                 raise Refused(f"backward: {_said(error)}") from error
             raise Fault(f"backward raised {_said(error)}", spoils=_spoils(error, call.inputs)) from error
     seconds = call.seconds + time.perf_counter() - started
@@ -214,8 +224,20 @@ def go_back(call: Forward, *, dout: Tensor | None = None, keep: bool = False) ->
     return Answer({name: tensor.detach() for name, tensor in tensors.items()}, seconds, changed=(*call.changed, *changed))
 
 
+def _declines_backward(call: Forward) -> bool:
+    """Whether the backward of the same case is declined too when it follows its forward at once."""
+    try:
+        attend(call.implementation, call.case, call.inputs, backward=True)
+    except Refused:
+        return True
+    except Fault:
+        pass
+    return False
+
+
 def _given(inputs: Inputs) -> dict[str, Tensor]:
-    return {"query": inputs.query, "key": inputs.key, "value": inputs.value, "output gradient": inputs.dout}
+    tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value, "output gradient": inputs.dout}
+    return tensors if inputs.block_mask is None else tensors | {"block mask": inputs.block_mask}
 
 
 def _poison_free_memory(inputs: Inputs) -> None:

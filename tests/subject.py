@@ -27,6 +27,7 @@ from tests.running import GRADIENTS, Answer, Fault, Forward, Refused, TensorName
 FORWARD: tuple[TensorName, ...] = ("out", "lse")
 BACKWARD = GRADIENTS
 SLOW = 0.1  # seconds
+LONG = 384  # queries; of shorter sequences the next one takes nobody long
 REPETITIONS = 16  # of a call whose bits may vary from run to run
 Result = TypeVar("Result")
 
@@ -52,11 +53,16 @@ class Subject:
         """All that the implementation answers, with gradients where it claims them."""
         return FORWARD + BACKWARD if self.implementation.supports.backward else FORWARD
 
+    @property
+    def without_lse(self) -> Implementation:
+        """The implementation as it is called for the output alone, which is how it is called most: that may be another kernel."""
+        return replace(self.implementation, supports=replace(self.implementation.supports, lse=False))
+
     # ------------------------------------------------------------------------------------------------ figures
 
-    def judge(self, case: Case, names: tuple[TensorName, ...], *, axes: dict[str, float] | None = None) -> list[Judged]:
-        """Runs the case and judges the named tensors by rho and bias. Empty when the kernel refused or failed to answer."""
-        answer = self.attend(case, backward=not set(names) <= set(FORWARD))
+    def judge(self, case: Case, names: tuple[TensorName, ...], *, axes: dict[str, float] | None = None, called: Implementation | None = None) -> list[Judged]:
+        """Runs the case and judges the named tensors by rho and bias. Empty when the kernel refused or failed to answer. called: as of `attend`."""
+        answer = self.attend(case, backward=not set(names) <= set(FORWARD), called=called)
         return [] if answer is None else self.judge_answer(answer, case, names, axes=axes)
 
     def judge_answer(
@@ -82,10 +88,17 @@ class Subject:
         return answer if answer is None or not backward or self._carries_gradient(case, answer.has_gradient) else None
 
     def forward(
-        self, case: Case, given: Inputs, *, wanted: Sequence[TensorName] = BACKWARD, under: Callable[[], AbstractContextManager[object]] = nullcontext
+        self,
+        case: Case,
+        given: Inputs,
+        *,
+        wanted: Sequence[TensorName] = BACKWARD,
+        under: Callable[[], AbstractContextManager[object]] = nullcontext,
+        leaves: tuple[Tensor, ...] | None = None,
     ) -> Forward | None:
-        """The forward alone of a call, whose backward may follow. wanted: which gradients; under: what the call stands in. None as of `attend`."""
-        return self._tried(case, lambda: forward(self.implementation, case, given, wanted=wanted, under=under))
+        """The forward alone of a call, whose backward may follow. wanted: which gradients; under: what the call stands in; leaves: those of an earlier call,
+        which hold the values of `given`. None as of `attend`."""
+        return self._tried(case, lambda: forward(self.implementation, case, given, wanted=wanted, under=under, leaves=leaves))
 
     def backward(self, call: Forward | None, *, dout: Tensor | None = None, keep: bool = False) -> Answer | None:
         """The backward of a call, with another output gradient if that is given. keep: there may be another backward. None as of `attend`."""
@@ -117,8 +130,8 @@ class Subject:
         return False
 
     def is_slow(self, case: Case, *, backward: bool) -> bool:
-        """Whether a long sequence takes a tenth of a second or more, twice: the first call may have compiled. The next length would take sixteen times that."""
-        if case.queries < 1000:
+        """Whether a long sequence takes a tenth of a second or more, twice: the first call may have compiled. The next one takes about ten times as long."""
+        if case.queries < LONG:
             return False
         return all((answer := self.attend(case, backward=backward)) is not None and answer.seconds > SLOW for _ in range(2))
 

@@ -14,8 +14,8 @@ import torch
 from impls.spec import Device, Dtype
 from tests import grids, judging
 from tests.cases import Case, Inputs, inputs, not_claimed
-from tests.running import Answer
-from tests.subject import Subject
+from tests.running import Answer, Forward, TensorName
+from tests.subject import BACKWARD, FORWARD, Subject
 from tests.world import FILTERS
 
 CALLS = 24  # of one input in a row
@@ -62,7 +62,7 @@ def test_call_after_call(subject: Subject) -> None:
         given = inputs(case, subject.device)
         other, renewed, larger = (replace(case, seed=case.seed + 1), replace(case, seed=case.seed + 2), replace(case, batch=case.batch + 1))
         calls: list[tuple[str, Case, Inputs | None]] = [
-            ("the first call", case, given),
+            ("the first call", case, _as_new(given)),
             ("the same call again", case, given),
             ("other values of the same shape", other, None),
             ("another batch size", larger, None),
@@ -75,7 +75,7 @@ def test_call_after_call(subject: Subject) -> None:
             calls += [("new values in the tensors of the first call", renewed, given)]
         answered: list[tuple[str, Case, Answer]] = []
         for words, call, tensors in calls:
-            there = _renew(given, inputs(call, subject.device)) if call is renewed else tensors
+            there = _as_new(_renew(given, inputs(call, subject.device))) if call is renewed else tensors
             refused = len(subject.refusals)
             answer = subject.attend(call, backward=subject.implementation.supports.backward, given=there)
             if answer is None and len(subject.refusals) > refused:
@@ -87,6 +87,38 @@ def test_call_after_call(subject: Subject) -> None:
             note = f"call {len(answered) + 1} of a row: {words}" + "".join(stale[:1])
             subject.judge_answer(answer, call, subject.tensors, note=note)
             answered.append((words, call, answer))
+        for wanted in (BACKWARD, ()) if subject.implementation.supports.backward else ((),):
+            _judge_renewed(subject, plain, wanted)
+
+
+def _judge_renewed(subject: Subject, case: Case, wanted: tuple[TensorName, ...]) -> None:
+    """The very tensors of a call in another one, with new values, as where a graph of calls is replayed; and new tensors at their addresses."""
+    if case.layout == "expanded":
+        return
+    given = inputs(case, subject.device)
+    first, renewed, again = (_as_new(given), replace(case, seed=case.seed + 1), replace(case, seed=case.seed + 2))
+    call = subject.forward(case, first, wanted=wanted)
+    if call is None:
+        return
+    _renew(first, inputs(renewed, subject.device))
+    second = subject.forward(renewed, first, wanted=wanted, leaves=call.leaves)
+    answer = _answer(subject, second)
+    if answer is not None:
+        subject.judge_answer(answer, renewed, FORWARD + wanted, note="new values in the very tensors of the call before")
+    third = subject.forward(again, _as_new(_renew(given, inputs(again, subject.device))), wanted=wanted)
+    answer = _answer(subject, third)
+    if answer is not None:
+        subject.judge_answer(answer, again, FORWARD + wanted, note="new tensors at the addresses of those of the call before")
+
+
+def _answer(subject: Subject, call: Forward | None) -> Answer | None:
+    """With its gradients, where any are wanted."""
+    return subject.backward(call) if call is None or any(leaf.requires_grad for leaf in call.leaves) else call.answer()
+
+
+def _as_new(given: Inputs) -> Inputs:
+    """The same memory in tensors that no one has changed yet, as an allocator hands out what was freed: to autograd they are version 0."""
+    return replace(given, query=given.query.data, key=given.key.data, value=given.value.data, dout=given.dout.data)
 
 
 def _renew(given: Inputs, new: Inputs) -> Inputs:
@@ -127,8 +159,11 @@ def test_keywords(subject: Subject) -> None:
     kernel, supports = subject.implementation, subject.implementation.supports
     aligned = len(supports.causal) == 2
     for case in subject.cases[-1:]:
+        # Two kernels may answer with and without return_lse: the other one sees groups and large scores, too.
+        harder = replace(case, magnitude=64.0, heads=4 if supports.grouped_heads else case.heads, kv_heads=2 if supports.grouped_heads else case.kv_heads)
         calls = [
-            (supports.lse, "without return_lse", case, replace(kernel, supports=replace(supports, lse=False))),
+            (supports.lse, "without return_lse", case, subject.without_lse),
+            (supports.lse, "without return_lse", harder, subject.without_lse),
             (aligned, "without causal_alignment", replace(case, keys=case.keys + 5), replace(kernel, supports=replace(supports, causal=("top_left",)))),
             (supports.grouped_heads, "with enable_gqa=True for equal heads", case, replace(kernel, attention=partial(kernel.attention, enable_gqa=True))),
         ]

@@ -11,7 +11,8 @@ import torch
 import impls
 from impls import catalogue
 from impls.spec import Implementation, Supports
-from tests import plugin
+from tests import grids, plugin
+from tests.cases import Case
 
 ROOT = Path(impls.__file__).parent.parent
 OWN = ("tiled", "triton", "cuda")  # folders in which a file is an implementation, or something that implementations share
@@ -50,6 +51,12 @@ def test_folders_are_listed(folder: str) -> None:
     assert defining
     for path in defining:
         assert f"impls.{folder}.{path.stem}:implementation" in targets
+
+
+@pytest.mark.parametrize("lengths", [lambda case: case.queries, lambda case: case.keys], ids=["queries", "keys"])
+def test_the_grid_leaves_every_remainder_of_a_tile(lengths: Callable[[Case], int]) -> None:
+    """A tail of 5 keys is no tail of 6: vectors and warps end elsewhere."""
+    assert {lengths(case) % 16 for case in grids.ordinary("float32", "cpu")} == set(range(16))
 
 
 def test_globs() -> None:

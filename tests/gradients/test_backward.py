@@ -8,9 +8,9 @@ from tests.subject import BACKWARD, Subject
 
 @pytest.mark.check(grid=grids.ordinary, claims=("backward",))
 def test_backward(subject: Subject) -> None:
-    """Every feature and family of the grid."""
+    """Every feature and family of the grid. The output is judged too, of a call that wants gradients and no LSE: a kernel may have paths of its own there."""
     for case in subject.cases:
-        subject.judge(case, BACKWARD)
+        subject.judge(case, ("out", *BACKWARD), called=subject.without_lse)
 
 
 @pytest.mark.check(grid=grids.lengths, claims=("backward",), single=False)

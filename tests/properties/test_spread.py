@@ -1,10 +1,11 @@
 """The errors of a tensor all together: their mean square is what the claimed arithmetic spreads, where no single error is beyond its bound."""
 
 from functools import lru_cache
+from typing import get_args
 
 import pytest
 
-from impls.spec import Arithmetic
+from impls.spec import Arithmetic, Dtype
 from oracles import spread, verdict
 from tests import grids, judging
 from tests.cases import Case, inputs
@@ -12,7 +13,7 @@ from tests.properties.probing import answer_to, expect_rms
 from tests.running import TENSORS
 from tests.subject import Subject
 
-FAMILIES = ("normal", "outliers", "sharp", "positive")
+FAMILIES = ("normal", "outliers", "sharp", "positive", "onesided")
 LARGEST_MAGNITUDE = 64.0
 
 
@@ -35,6 +36,13 @@ def in_general_position(case: Case, arithmetic: Arithmetic) -> bool:
     """Whether the model holds: of a case from the command line it may not."""
     generic = case.family in FAMILIES and not case.shift and case.scale != 0.0 and case.magnitude <= LARGEST_MAGNITUDE
     return generic and spread.is_modelled(inputs(case).problem(case), arithmetic)
+
+
+@pytest.mark.parametrize("dtype", get_args(Dtype))
+def test_every_case_of_the_grid_is_in_general_position(dtype: Dtype) -> None:
+    """None is left out unseen."""
+    cases = grids.general_position(dtype, "cuda")
+    assert [case for case in cases if not in_general_position(case, Arithmetic())] == []
 
 
 @lru_cache(maxsize=64)
