@@ -27,7 +27,7 @@ def _lines(text: str, dtype: Dtype) -> list[Case]:
 
 # Shapes, masks, layouts: what a kernel gets wrong by indexing. The lengths leave every remainder of 16 somewhere: a test holds them to it.
 _SHAPES = """
-b2 h2 q128 k128 d64
+b2 h1 q128 k128 d64
 b1 h1 q257 k257 d64 causal
 b1 h2 q71 k149 d40 causal                  # more keys than queries, top left: the last 78 keys are never seen
 b1 h1 q149 k70 d36 causal                  # more queries than keys: the last 79 rows see every key
@@ -199,7 +199,7 @@ def shared_blocks(dtype: Dtype, device: Device) -> list[Case]:
 def layouts(dtype: Dtype, device: Device) -> list[Case]:
     """The same numbers in every layout, with memory between and around the tensors that they do not own."""
     text = "\n".join(
-        f"b2 h2 q65 k65 d64 causal {layout} seed8\nb1 h2 q70 k130 d40 {layout} seed8" for layout in ("contiguous", "transposed", "sliced", "mixed")
+        f"b2 h1 q65 k65 d64 causal {layout} seed8\nb1 h2 q70 k130 d40 {layout} seed8" for layout in ("contiguous", "transposed", "sliced", "mixed")
     )
     return _lines(text, dtype)
 
@@ -212,7 +212,7 @@ def addresses(dtype: Dtype, device: Device) -> list[Case]:
 def repeated(dtype: Dtype, device: Device) -> list[Case]:
     """Cases for bitwise repeatability and independence of the batch."""
     text = """
-    b2 h2 q140 k140 d64 causal
+    b2 h1 q140 k140 d64 causal
     b3 h2/1 q65 k70 d40
     b2 h1 q70 k70 d64 causal dropout0.2
     b2 h1 q260 k260 d32 blocks0.5

@@ -304,8 +304,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [item for item in checks if _target(item) is not None]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
-    # The checks with the most to do first, so that no long one is left to the end; and those of one grid together, whose exact results are then remembered.
-    # Before them, of a stranger's kernel, those of the call itself: they take a second, and a kernel that answers for another call shows it there.
+    # The checks with the most to do first, so that no long one is left to the end; and those of one grid and target together, whose exact results a worker then
+    # remembers; on a GPU, where items go to the workers one by one, those of one check, so that the forward finds the kernels that the backward had compiled.
+    # Of a stranger's kernel, whose hosts take turns, too: a fault may be one dtype's. And before them the checks of the call itself: they take a second, and a
+    # kernel that answers for another call shows it there.
     items.sort(key=lambda item: (not (state.hosts and item.path.name == "test_call.py"), *_weight(state, item)))
     for item in items:
         target = _target(item)
@@ -323,12 +325,14 @@ def _target(item: pytest.Item) -> Target | None:
     return target if isinstance(target, Target) else None
 
 
-def _weight(state: State, item: pytest.Item) -> tuple[str, int]:
+def _weight(state: State, item: pytest.Item) -> tuple[str, int, str, int]:
     target, marker = _target(item), item.get_closest_marker("check")
     if target is None or marker is None:
-        return "", 0
+        return "", 0, "", 0
     passes = 2 if "backward" in marker.kwargs.get("claims", ()) else 1
-    return target.device, -passes * len(state.cases(marker, target))
+    neighbours = target.device == "cpu" and not state.hosts
+    cases = len(state.cases(marker, target))
+    return (target.device, -cases, str(target), -passes) if neighbours else (target.device, -passes * cases, "", 0)
 
 
 def _check_name(item: pytest.Item) -> str:
