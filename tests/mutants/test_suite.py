@@ -7,6 +7,7 @@ import pytest
 
 from reports import mutants as tables
 from reports.evidence import Mutation, gather
+from tests.cases import Case
 from tests.mutants import mutant, trial
 from tests.mutants.mutant import ROOT
 
@@ -34,6 +35,13 @@ def test_there_are_enough_mutants() -> None:
 def test_every_patch_stands_once(one: mutant.Mutant) -> None:
     mutant.patched(one)
     assert one.survives or one.check in trial.checks()
+
+
+@pytest.mark.parametrize("one", [one for one in mutant.every() if one.case], ids=lambda one: one.name)
+def test_the_case_of_a_mutant_is_of_the_grid(one: mutant.Mutant) -> None:
+    """Else a mutant could be rejected here alone, and by no run."""
+    for dtype in one.dtypes:
+        assert Case.parse(f"{one.case} {dtype}") in trial.checks()[one.check].grid(dtype, "cpu")
 
 
 def test_every_real_fault_has_a_mutant() -> None:
