@@ -198,7 +198,7 @@ def go_back(call: Forward, *, dout: Tensor | None = None, keep: bool = False, pl
 
     dout: the output gradient, where it is not the call's own. keep: the graph is kept for another backward, which a bare callable may decline. plain: this
     follows its forward at once, for all three gradients. What a bare callable declines there it has no gradient of; what it declines elsewhere, and not there,
-    is a fault.
+    is a fault, but for a NotImplementedError.
     """
     wanted = [(name, leaf) for name, leaf in zip(GRADIENTS, call.leaves, strict=True) if leaf.requires_grad]
     given = call.inputs.dout if dout is None else dout
