@@ -4,6 +4,7 @@ The kernels are reached through custom operators of torch, `flashproof::cuda_blo
 """
 
 import ctypes
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from impls.call import BLOCK, Call, check_call
 from impls.cuda import flash
 from impls.cuda.launching import call_of, check_scale, missing, packed_seed
-from impls.spec import Alignment, Implementation, Supports
+from impls.spec import OWN_KERNELS, Alignment, Implementation
 
 # ------------------------------------------------------------------------------------------------------------------------------ lists
 
@@ -184,18 +185,7 @@ def attention(
 implementation = Implementation(
     name="cuda.block_sparse",
     attention=attention,
-    supports=Supports(
-        causal=("top_left", "bottom_right"),
-        scale="finite",
-        grouped_heads=True,
-        cross_lengths=True,
-        strided=True,
-        block_mask=True,
-        dropout=True,
-        lse=True,
-        deterministic=True,
-        batch_invariant=True,
-    ),
+    supports=replace(OWN_KERNELS, block_mask=True, linear_memory=False),
     arithmetic=flash.arithmetic,
     missing=missing,
     summary="Block-sparse FlashAttention in CUDA C++: FlashAttention-2 over lists of visible 128 x 128 blocks.",

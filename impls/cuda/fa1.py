@@ -15,7 +15,7 @@ from torch import Tensor
 from impls.call import Call, check_call
 from impls.cuda import launching
 from impls.cuda.launching import ELEMENTS, Launch, Problem, Tile, View, call_of, check_scale, missing, packed_seed, padded_dim, sign_of, vectors
-from impls.spec import Alignment, Arithmetic, Device, Dtype, Implementation, Supports
+from impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
 
 # ------------------------------------------------------------------------------------------------------------------------------ tiles
 
@@ -213,17 +213,7 @@ def _arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
 implementation = Implementation(
     name="cuda.fa1",
     attention=attention,
-    supports=Supports(
-        causal=("top_left", "bottom_right"),
-        scale="finite",
-        grouped_heads=True,
-        cross_lengths=True,
-        strided=True,
-        dropout=True,
-        lse=True,
-        deterministic=True,
-        batch_invariant=True,
-    ),
+    supports=OWN_KERNELS,
     arithmetic=_arithmetic,
     missing=missing,
     summary="FlashAttention-1 in CUDA C++: outer loop over keys, the output rescaled in device memory at every step.",

@@ -13,7 +13,7 @@ from torch import Tensor
 from impls.call import Call, check_call
 from impls.cuda import flash
 from impls.cuda.launching import call_of, check_scale, missing, packed_seed
-from impls.spec import Alignment, Implementation, Supports
+from impls.spec import OWN_KERNELS, Alignment, Implementation
 
 
 class Mask(ctypes.Structure):
@@ -123,17 +123,7 @@ def attention(
 implementation = Implementation(
     name="cuda.fa2",
     attention=attention,
-    supports=Supports(
-        causal=("top_left", "bottom_right"),
-        scale="finite",
-        grouped_heads=True,
-        cross_lengths=True,
-        strided=True,
-        dropout=True,
-        lse=True,
-        deterministic=True,
-        batch_invariant=True,
-    ),
+    supports=OWN_KERNELS,
     arithmetic=flash.arithmetic,
     missing=missing,
     summary="FlashAttention-2 in CUDA C++: query tiles in parallel, statistics and weights in registers, a backward of two kernels without atomics.",
