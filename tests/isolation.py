@@ -111,7 +111,7 @@ class Guest:
                 return
             item = items[name]
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-            self.say("done")
+            self.say("done", _has_lost_its_device())
 
 
 class Diary:
@@ -184,6 +184,16 @@ def end_if_spoilt(fault: running.Fault) -> None:
     """Ends a process that a kernel left unusable, once its failure is told: a host or a worker, in whose place there will be another. Nothing elsewhere."""
     if fault.spoils and running.watch is not running._nobody:
         os._exit(SPOILT)
+
+
+def _has_lost_its_device() -> bool:
+    """Whether the CUDA device answers with errors from now on: of a kernel that worked on after its call had come back, since no call told of it."""
+    try:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 # ---------------------------------------------------------------------------------------------------------------------- in the main process
@@ -356,6 +366,9 @@ class Hosts:
                 self.config.hook.pytest_runtest_logreport(report=report)
             case "done":
                 host.job = None
+                if content:  # the next check has another host
+                    host.end()
+                    self.slots[self.slots.index(host)] = None
 
     def _look_after(self, host: Host) -> None:
         """Ends a host whose time is up, and accounts for one that died."""

@@ -173,10 +173,11 @@ def forward(
         except BaseException as error:
             if _is_the_users(error):
                 raise
-            if implementation.bare and _declines(error):
-                raise Refused(_said(error)) from error
             hint = "; what a kernel does not take it declines by a ValueError" if implementation.bare and isinstance(error, AssertionError) else ""
-            raise Fault(f"forward raised {_said(error)}{hint}", spoils=_spoils(error, inputs)) from error
+            fault = _fault(f"forward raised {_said(error)}{hint}", error, inputs)
+            if implementation.bare and not fault.spoils and _declines(error):
+                raise Refused(_said(error)) from error
+            raise fault from error
     seconds = time.perf_counter() - started
     tensors = _outputs(returned, implementation.supports, case, inputs)
     for name, tensor in tensors.items():
@@ -210,11 +211,13 @@ def go_back(call: Forward, *, dout: Tensor | None = None, keep: bool = False, pl
         except BaseException as error:
             if _is_the_users(error):
                 raise
-            if call.is_changed and _declines(error):
+            fault = _fault(f"backward raised {_said(error)}", error, call.inputs)
+            declines = not fault.spoils and _declines(error)
+            if call.is_changed and declines:
                 raise Withheld(_said(error)) from error
-            if call.implementation.bare and _declines(error) and (plain or keep or isinstance(error, NotImplementedError) or _declines_backward(call)):
+            if call.implementation.bare and declines and (plain or keep or isinstance(error, NotImplementedError) or _declines_backward(call)):
                 raise Refused(f"backward: {_said(error)}") from error
-            raise Fault(f"backward raised {_said(error)}", spoils=_spoils(error, call.inputs)) from error
+            raise fault from error
     seconds = call.seconds + time.perf_counter() - started
     tensors = dict(call.tensors)
     for (name, leaf), gradient in zip(wanted, gradients, strict=True):
@@ -340,24 +343,20 @@ def _outputs(returned: object, supports: Supports, case: Case, inputs: Inputs) -
 
 
 def _declines(error: BaseException) -> bool:
-    if _is_cuda_error(error) or isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-        return False
-    return isinstance(error, NotImplementedError | ValueError | TypeError | RuntimeError)
+    """Whether it is an error by which a call may be declined, if the device has survived it."""
+    return isinstance(error, NotImplementedError | ValueError | TypeError | RuntimeError) and "can't allocate memory" not in str(error)
 
 
-def _is_cuda_error(error: BaseException) -> bool:
-    return isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
+def _fault(said: str, error: BaseException, inputs: Inputs) -> Fault:
+    """The fault of a call that raised. After an error of the device nothing runs on it, whoever told of it and in what words: so the device is asked.
 
-
-def _spoils(error: BaseException, inputs: Inputs) -> bool:
-    """After an error of the device nothing runs on it, whoever told of it and in what words; after memory ran out, the process keeps what the others need."""
-    if _is_cuda_error(error) or isinstance(error, torch.OutOfMemoryError):
-        return True
+    After memory ran out, the process keeps what the others need.
+    """
     try:
         _synchronise(inputs)
-    except RuntimeError:  # the device is asked, since a library tells of its errors in words of its own
-        return True
-    return False
+    except RuntimeError as lost:
+        return Fault(said if "CUDA error" in said else f"{said}; the device was left in error: {_said(lost)}", spoils=True)
+    return Fault(said, spoils="CUDA error" in said or isinstance(error, torch.OutOfMemoryError))
 
 
 def _is_the_users(error: BaseException) -> bool:

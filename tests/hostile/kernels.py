@@ -270,6 +270,16 @@ def leaves_a_cuda_error(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return out
 
 
+def declines_after_a_cuda_error(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """It asks whether its work went well, and words the error as a library does that has words of its own."""
+    query.flatten()[torch.full((1,), 2**40, device=query.device)]
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        raise RuntimeError("Expected execute(plan) to be true, but got false") from None
+    return attention(query, key, value)
+
+
 def works_in_another_stream(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Of its own, which waits for nobody."""
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]

@@ -76,6 +76,7 @@ SAID_MASKED = {
 }
 SAID_ON_A_GPU = {
     "leaves_a_cuda_error": "forward raised .*CUDA error",
+    "declines_after_a_cuda_error": "forward raised RuntimeError: Expected execute.plan. to be true, but got false; the device was left in error",
     "works_in_another_stream": "called in a stream that had yet to fill the inputs|out was not ready when the caller's stream read it",
 }
 SPAWNED = ("segfaults_on_odd_lengths",)
