@@ -84,9 +84,11 @@ def table(paths: Sequence[Path]) -> str:
     """The page. Raises what `gather` raises."""
     evidence = gather(paths)
     head = HEAD.format(bias=BIAS_STANDARD_ERRORS, rms=RMS_STANDARD_ERRORS, allowance=RMS_ALLOWANCE)
+    judging = {judged.judgement.run for kernel in evidence.kernels for judged in kernel.judged}
     runs = "".join(
         f"- {one.date[:10]}, {one.device}, commit {one.commit}, {', '.join(f'{name} {version}' for name, version in one.versions.items())}: `{one.command}`\n"
         for one in evidence.environments
+        if one.run in judging
     )
     title = "| implementation | device | dtype | rho out | lse | dq | dk | dv | rms | bias | of which |\n|" + " --- |" * 11
     return "\n".join([head, runs, title, *rows(evidence), ""])

@@ -78,6 +78,15 @@ def test_the_last_full_run_rejected_every_mutant_and_nothing_right() -> None:
     assert (suite.killed, suite.alarms) == (suite.mutants, ())
 
 
+def test_the_readme_tells_of_the_last_full_run() -> None:
+    run = last_run()
+    suite, _, rules = tables.scores(run, tables.rows(run))
+    told = [rule.told for rule in rules if rule.judge and rule.judge.inputs == "theirs"]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"rejected {suite.killed} of {suite.mutants} mutants and {len(suite.alarms)} of {suite.right} right kernels" in text
+    assert f"told {min(told)} to {max(told)} of the mutants" in text
+
+
 # ------------------------------------------------------------------------------------------------------------------ tolerances
 
 # Files that may hold numbers that look like tolerances, with the reason.

@@ -39,6 +39,14 @@ def test_the_worst_of_each_is_shown(tmp_path: Path) -> None:
     assert "+0.240 ± 0.010 of 0.250, out, `worse`" in line
 
 
+def test_a_run_that_judged_nothing_is_not_told(tmp_path: Path) -> None:
+    judging, other = environment(), environment(run="other", date="2026-03-04T00:00:00Z", command="python -m tests.mutants")
+    paths = [building.write(tmp_path / "run.jsonl", [judging, claim(), judgement(rho=0.3)]), building.write(tmp_path / "other.jsonl", [other])]
+    text = calibration.table(paths)
+    assert judging.command in text
+    assert other.command not in text
+
+
 def test_the_committed_table_is_that_of_the_committed_records() -> None:
     """`python -m reports.calibration` makes it anew."""
     text = calibration.table(sorted((ROOT / "reports" / "records").glob("*.jsonl.gz")))
