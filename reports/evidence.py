@@ -163,7 +163,11 @@ def _merged(records: list[Record], environments: dict[str, Environment]) -> Evid
     curves = _last_run(
         [(r, machine(r)) for r in records if isinstance(r, Curve)], lambda pair: pair[0].run, lambda pair: (pair[0].chart, pair[0].series, pair[1])
     )
-    absences = [(r, _asked(r, machine(r), environments[r.run])) for r in records if isinstance(r, Absence)]
+    # What a run leaves out of a device that it was not about, as `pytest -m gpu` is about no CPU, is not news.
+    about = {(r.run, r.device) for r in records if isinstance(r, Judgement)}
+    runs = {run for run, _ in about}
+    told = [r for r in records if isinstance(r, Absence) and (r.reason != "not claimed" or r.run not in runs or (r.run, r.device) in about)]
+    absences = [(r, _asked(r, machine(r), environments[r.run])) for r in told]
     claims = [r for r in records if isinstance(r, Claim)]
 
     named = [r for r in records if not isinstance(r, Environment | Curve | Specimen | Judge | Trial)]

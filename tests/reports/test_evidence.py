@@ -85,6 +85,12 @@ def test_a_machine_without_a_gpu_says_nothing_of_it_once_another_has_one(tmp_pat
     assert beside.kernels[0].machines == (CPU, GPU)
 
 
+def test_what_a_run_leaves_out_of_a_device_that_it_was_not_about_is_not_told(tmp_path: Path) -> None:
+    left_out = [Absence(run=building.GPU, implementation="triton.fa2", device=device, reason="not claimed", check="masks/blocks") for device in ("cpu", "cuda")]
+    evidence = merged(tmp_path, [environment(building.GPU), judgement(run=building.GPU), *left_out])
+    assert evidence.kernels[0].machines == (GPU,)
+
+
 def test_order_of_files_and_of_records_changes_nothing(tmp_path: Path) -> None:
     cpu, gpu = building.cpu_run(), building.gpu_run()
     first = merged(tmp_path, cpu, gpu)
