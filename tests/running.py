@@ -355,8 +355,12 @@ def _fault(said: str, error: BaseException, inputs: Inputs) -> Fault:
     try:
         _synchronise(inputs)
     except RuntimeError as lost:
-        return Fault(said if "CUDA error" in said else f"{said}; the device was left in error: {_said(lost)}", spoils=True)
-    return Fault(said, spoils="CUDA error" in said or isinstance(error, torch.OutOfMemoryError))
+        return Fault(said if _is_cuda_error(error) else f"{said}; the device was left in error: {_said(lost)}", spoils=True)
+    return Fault(said, spoils=_is_cuda_error(error) or isinstance(error, torch.OutOfMemoryError))
+
+
+def _is_cuda_error(error: BaseException) -> bool:
+    return isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
 
 
 def _is_the_users(error: BaseException) -> bool:
