@@ -220,16 +220,20 @@ KERNEL(backward)(View<const Element> query, View<const Element> key, View<const 
                 write_rows(shared_p, p);
                 write_rows(shared_ds, ds);
 
-                Sums<ROWS, DIM> dq;
-                dq.clear();
-                rows_by_columns(dq, Weights<ROWS, STEP>(ds), k);
-                dq.each([&](float sum, int m, int n, int i) {
-                    const int row = first + dq.row(m, i), column = dq.column(n, i);
-                    if (row < problem.queries && column < problem.dim) {
-                        float& so_far = dquery[(first_row + row) * problem.dim + column];
-                        so_far = multiply_add(problem.scale, sum, so_far);
-                    }
-                });
+                const Weights<ROWS, STEP> weights(ds);
+                ROLLED
+                for (int half = 0; half < DIM; half += DIM / 2) {  // of the columns: all of them at once leave the rest too few registers
+                    Sums<ROWS, DIM / 2> dq;
+                    dq.clear();
+                    rows_by_columns(dq, weights, k, half);
+                    dq.each([&](float sum, int m, int n, int i) {
+                        const int row = first + dq.row(m, i), column = half + dq.column(n, i);
+                        if (row < problem.queries && column < problem.dim) {
+                            float& so_far = dquery[(first_row + row) * problem.dim + column];
+                            so_far = multiply_add(problem.scale, sum, so_far);
+                        }
+                    });
+                }
 
                 barrier();  // P and dS of all queries of the tile are there
                 columns_by_columns<OWN>(dv, shared_p, first_sum, d, first_column);
