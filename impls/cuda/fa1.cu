@@ -136,6 +136,7 @@ EXPORT(forward)
 // Of dK and dV [STEP, DIM] a warp sums KEY_ROWS rows, and where there are more warps than rows for them, PART of the columns.
 constexpr int KEY_ROWS = STEP / WARPS > 16 ? STEP / WARPS : 16;
 constexpr int PART = DIM * STEP / (KEY_ROWS * WARPS);
+constexpr int COLUMNS = 64;  // of dQ that a warp sums at a time: more of them leave the rest too few registers
 
 // Writes a warp's numbers, rounded, into its rows of a tile [OWN, STEP].
 DEVICE void write_rows(Tile<STEP> to, Sums<ROWS, STEP>& numbers) {
@@ -220,16 +221,20 @@ KERNEL(backward)(View<const Element> query, View<const Element> key, View<const 
                 write_rows(shared_p, p);
                 write_rows(shared_ds, ds);
 
-                Sums<ROWS, DIM> dq;
-                dq.clear();
-                rows_by_columns(dq, Weights<ROWS, STEP>(ds), k);
-                dq.each([&](float sum, int m, int n, int i) {
-                    const int row = first + dq.row(m, i), column = dq.column(n, i);
-                    if (row < problem.queries && column < problem.dim) {
-                        float& so_far = dquery[(first_row + row) * problem.dim + column];
-                        so_far = multiply_add(problem.scale, sum, so_far);
-                    }
-                });
+                const Weights<ROWS, STEP> weights(ds);
+                ROLLED
+                for (int column = 0; column < DIM; column += COLUMNS) {
+                    Sums<ROWS, COLUMNS> dq;
+                    dq.clear();
+                    rows_by_columns(dq, weights, k, column);
+                    dq.each([&](float sum, int m, int n, int i) {
+                        const int row = first + dq.row(m, i), place = column + dq.column(n, i);
+                        if (row < problem.queries && place < problem.dim) {
+                            float& so_far = dquery[(first_row + row) * problem.dim + place];
+                            so_far = multiply_add(problem.scale, sum, so_far);
+                        }
+                    });
+                }
 
                 barrier();  // P and dS of all queries of the tile are there
                 columns_by_columns<OWN>(dv, shared_p, first_sum, d, first_column);

@@ -12,8 +12,7 @@ the dtypes, the head dims and the targets, would take an hour. What is compiled 
   more to compare; with a negative scale, which has a sign to turn, and none of the zeros that a scale of 0 lets the compiler leave out; in float16 and float32,
   since bfloat16 fills the registers that float16 does.
 
-So it is a sample of them. One that is left out is known to spill: the backward of cuda.fa1 in float16 at head dim 128, full mask, strided rows, for sm_90a,
-20 bytes.
+So it is a sample of them.
 """
 
 import functools
