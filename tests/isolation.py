@@ -314,7 +314,7 @@ class Hosts:
     def _give_work(self, slot: int) -> None:
         host = self.slots[slot]
         while self.jobs:
-            job = next((job for job in self.jobs if host is not None and job.owner == host.owner), self.jobs[0])
+            job = self._next_job(host)
             self.jobs.remove(job)
             if self.hangs.get(job.owner, 0) >= HANGS:
                 reason = f"not run: {HANGS} calls of {job.owner} did not come back"
@@ -328,6 +328,14 @@ class Hosts:
             with suppress(OSError):  # it has died, and is about to be looked after
                 host.connection.send((job.item.nodeid, job.after))
             return
+
+    def _next_job(self, host: Host | None) -> Job:
+        """One of the host's owner, if there is one left; over cases that no other host is at work on, if there are such: both would compute the same exact
+        results, which whoever comes later finds."""
+        of_owner = [job for job in self.jobs if host is not None and job.owner == host.owner]
+        waiting = of_owner or [job for job in self.jobs if job.owner == self.jobs[0].owner]
+        at_work = [other.job.cases for other in self.slots if other is not None and other.job is not None]
+        return next((job for job in waiting if job.cases not in at_work), waiting[0])
 
     def _hear(self, host: Host) -> None:
         """Takes in what a host has sent so far."""
