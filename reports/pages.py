@@ -46,7 +46,7 @@ class Figure(NamedTuple):
 
 
 def index_page(evidence: Evidence) -> str:
-    """The index: environments, the matrix, the largest figures, the curves."""
+    """The index: the verdicts, the matrix, the largest figures, the curves, the environments."""
     verdicts = [(kernel, tables.verdict(kernel)) for kernel in evidence.kernels]
     curves: dict[str, list[tables.Series]] = {}
     for curve, machine in evidence.curves:
