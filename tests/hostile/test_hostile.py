@@ -168,6 +168,30 @@ def test_of_the_catalogue(tmp_path: Path) -> None:
         assert not found.failing_tests(name)
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_host_that_lost_its_device_serves_no_other_check(tmp_path: Path, lost: bool) -> None:
+    """As after work that outlived its call: no call told of it. The device's answer is put in here; on a machine without one, it is never asked."""
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text(f"""
+import os
+from pathlib import Path
+from tests import isolation
+from tests.hostile.kernels import attention as innocent
+
+isolation._has_lost_its_device = lambda: {lost}
+
+def attention(query, key, value):
+    with Path({str(tmp_path / "processes")!r}).open("a") as file:
+        print(os.getpid(), file=file)
+    return innocent(query, key, value)
+""")
+    command = [sys.executable, "-m", "pytest", CALLS, "-q", "-n1", "-p", "no:cacheprovider", f"--records={tmp_path / 'records.jsonl'}"]
+    command += [f"--impl={kernel}:attention", "--dtype=float32", "--device=cpu", "-k", "test_answers or test_inputs_stay or test_world_stays"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert "3 passed" in ended.stdout, ended.stdout + ended.stderr
+    assert len(set((tmp_path / "processes").read_text().split())) == (3 if lost else 1)
+
+
 @pytest.mark.parametrize("status", ["passed", "refused", "failed", "known defect"])
 def test_a_worker_that_dies_after_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: Status) -> None:
     """Its death is a failure of the check, unless the record before it told of the failure that the worker ended itself for."""
