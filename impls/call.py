@@ -62,6 +62,8 @@ def check_call(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: {type(tensor).__name__} is not a tensor; give a torch.Tensor of shape [batch, heads, length, dim]")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name}: layout {tensor.layout} is not taken; give a dense tensor, as to_dense() makes one")
         if tensor.ndim != 4:
             raise ValueError(f"{name}: shape {list(tensor.shape)} has {tensor.ndim} dimensions; give four, [batch, heads, length, dim]")
         if tensor.dtype not in _DTYPES:

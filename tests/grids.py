@@ -49,6 +49,12 @@ b1 h1 q129 k127 d128 causal
 b1 h1 q70 k70 d256 causal
 b1 h2/1 q20 k200 d256 transposed           # large heads, and several tiles of keys
 b1 h2 q20 k300 d128
+b1 h4/1 q20 k300 d128 causal-br            # the usual head dim, with the usual group, over several tiles
+b1 h2 q1 k300 d128                         # and its decoding
+b1 h1 q20 k512 d16
+b1 h2 q40 k70 d16 causal-br scale0.3
+b1 h2/1 q150 k40 d16 causal-br             # a group, and rows of all tiles but the last see no key
+b1 h32/1 q16 k20 d16
 b1 h1 q31 k17 d1
 b1 h1 q130 k130 d64 scale0.3
 b1 h1 q74 k74 d64 causal scale-0.2
@@ -85,9 +91,12 @@ b1 h1 q20 k20 d16 causal scale0.004
 b1 h2 q66 k66 d32 scale1.0                 # T5's: not the same as none
 b1 h1 q128 k128 d64 dropout0.1
 b1 h6/2 q20 k130 d40 causal-br dropout0.5 transposed
+b1 h1 q150 k150 d16 causal dropout0.3      # several tiles, each with counters of its own
+b1 h4/1 q20 k40 d128 dropout0.3
 b1 h2 q300 k140 d64 blocks0.5
 b2 h2/1 q257 k257 d32 causal blocks0.6 transposed
 b1 h2 q140 k260 d64 causal-br blocks0.3 dropout0.2   # blocks so sparse that whole rows are empty
+b1 h1 q140 k140 d128 blocks0.5
 b1 h1 q20 k4200 d16 blocks0.5              # more blocks than a word has bits
 b1 h1 q1200 k20 d16 blocks0.5
 """
@@ -122,6 +131,7 @@ b1 h1 q18 k18 d16 uniform                   # equal weights make equal gradients
 
 _GPU_LENGTHS = """
 b2 h8 q1024 k1024 d64 causal
+b8 h16 q100 k100 d64 causal
 b4 h16 q1024 k300 d64 causal                # more tiles than a persistent kernel has programs
 b1 h4/2 q1000 k1500 d128 causal-br
 b1 h2 q4096 k4096 d128 positive
@@ -237,7 +247,7 @@ def inferred(dtype: Dtype, device: Device) -> list[Case]:
 
 def partly_trained(dtype: Dtype, device: Device) -> list[Case]:
     """Groups and several tiles of keys, for some of the three gradients."""
-    return _lines("b1 h1 q24 k24 d40 causal\nb1 h2/1 q20 k130 d16", dtype)
+    return _lines("b1 h1 q24 k24 d40 causal\nb1 h2/1 q20 k130 d16\nb1 h1 q24 k24 d16 dropout0.3", dtype)
 
 
 def general_position(dtype: Dtype, device: Device) -> list[Case]:

@@ -568,6 +568,21 @@ def _unverified(state: State) -> list[str]:
     return untouched + unverified or ([] if any(state.passed.values()) else list(reasons) or state.selected)  # a run that verified nothing is no success
 
 
+def _unnamed(implementation: Implementation) -> list[str]:
+    """The parameters that a bare callable could name and does not: it is never asked for what they mean. It may take them by **kwargs, or by other names."""
+    supports = implementation.supports
+    claimed = {
+        "is_causal": bool(supports.causal),
+        "causal_alignment": "bottom_right" in supports.causal,
+        "scale": supports.scale != "default",
+        "enable_gqa": supports.grouped_heads,
+        "block_mask": supports.block_mask,
+        "dropout_p with dropout_seed": supports.dropout,
+        "return_lse": supports.lse,
+    }
+    return [parameter for parameter, named in claimed.items() if implementation.bare and not named]
+
+
 def _outside(case: Case | None, target: Target) -> str | None:
     """Which feature of the case of the command line a target does not claim."""
     feature = not_claimed(case, target.implementation.supports) if case and target.implementation else None
@@ -582,6 +597,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         reasons = {target.name: target.missing or _outside(state.case, target) for target in state.targets}
         for name in _unverified(state):
             terminalreporter.write_line(f"not verified: {name} ({reasons.get(name) or 'no case was judged'})", red=True)
+        for target in {target.name: target for target in state.targets if not state.case}.values():
+            if ":" in target.name and target.implementation and (unnamed := _unnamed(target.implementation)):
+                terminalreporter.write_line(f"not claimed: {target.name} has no parameter {', '.join(unnamed)}; nothing that these ask for was verified")
         for name, changed in state.changed_by_import.items():
             if changed:
                 terminalreporter.write_line(f"put back: {name} changed {', '.join(changed)} when it was imported", yellow=True)

@@ -104,7 +104,7 @@ KERNEL(forward)(View<const Element> query, View<const Element> key, View<const E
                 const float old_part = old_sum[r] * exp2_of((old_max[r] - finite(new_max)) * problem.exponent_scale);
                 const float rescale = exp2_of((tile_max[r] - finite(new_max)) * problem.exponent_scale);
                 const float new_sum = old_part + quad_sum(tile_sum[r]) * rescale;
-                const float divisor = new_sum > 0.0f ? new_sum : 1.0f;  // a row that has seen no key stays 0
+                const float divisor = new_sum == 0.0f ? 1.0f : new_sum;  // a row that has seen no key stays 0
                 old_share[r] = old_part / divisor;
                 tile_share[r] = rescale * problem.kept_scale / divisor;
                 if (lane_index() % 4 == 0 && row < problem.queries) {
@@ -190,7 +190,7 @@ KERNEL(backward)(View<const Element> query, View<const Element> key, View<const 
                             sum = multiply_add(to_float(read(d.at(warp_row() + row, column))), to_float(outs.at(first + row, column)[0]), sum);
                     }
                     delta[r] = quad_sum(sum);
-                    normaliser[r] = 1.0f / (total > 0.0f ? total : 1.0f);
+                    normaliser[r] = 1.0f / (total == 0.0f ? 1.0f : total);
                 }
 
                 // The weights again, now normalised.

@@ -11,7 +11,8 @@
 //
 // Arithmetic. A weight is 2^((s - m) c) with s = q k, m the largest s, and c = |scale| log2 e: subtract, then multiply. Equal scores then weigh exactly 1 however
 // large they are; 2^(s c - m c), fused into one fma, leaves a residue of half an ulp of m c. In the backward S - L is one explicit fma. The compiler fuses
-// nothing by itself.
+// nothing by itself. L is a float32: where scores are 1e5 its half ulp, 0.004, is what every weight of the backward is off by, relatively, and at 1e7 it is 0.5.
+// That is the algorithm's, and the bound allows it; FlashAttention-1, which keeps m and l, has no such error.
 //
 // Compiled for one kernel at a time: FORWARD, DELTA, DKEY_DVALUE or DQUERY is defined. tiles.cuh says what else the loader defines.
 #include "tiles.cuh"
@@ -108,8 +109,8 @@ DEVICE void attend(Running& row, const Query& q, Tile<DIM> k, Tile<DIM> v, const
     UNROLL
     for (int r = 0; r < ROWS / 8; ++r) {
         const float maximum = quad_maximum(largest[r]);
-        // A row that has seen no key yet: -inf stays its maximum, but is not subtracted from -inf.
-        largest[r] = MASKED && maximum == -INFINITY ? 0.0f : maximum;
+        // A row that has seen no key yet, or none whose score is above -inf: -inf stays its maximum, but is not subtracted from -inf.
+        largest[r] = maximum == -INFINITY ? 0.0f : maximum;
         rescale[r] = exp2_of((row.maximum[r] - largest[r]) * problem.exponent_scale);
         row.maximum[r] = maximum;
         row.total[r] *= rescale[r];
@@ -207,9 +208,10 @@ EXPORT(delta)
 #if defined(DKEY_DVALUE) || defined(DQUERY)
 
 // P = exp(magnitude score - lse), in which an lse of -inf means an empty row, all of whose weights are 0.
-// No weight is above 1. For huge scores the rounding of the stored LSE may say otherwise (half an ulp of 1e10 is 512): the minimum keeps it from overflowing.
+// No weight is above 1. For huge scores the rounding of the stored LSE may say otherwise (half an ulp of 1e10 is 512): it is kept from overflowing. NaN stays NaN.
 DEVICE float weight_of(float score, float lse, float magnitude) {
-    return exp2_of(minimum_of(multiply_add(score, magnitude, lse == -INFINITY ? -INFINITY : -lse), 0.0f) * LOG2_E);
+    const float exponent = multiply_add(score, magnitude, lse == -INFINITY ? -INFINITY : -lse);
+    return exp2_of((exponent > 0.0f ? 0.0f : exponent) * LOG2_E);
 }
 
 #endif

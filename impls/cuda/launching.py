@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
@@ -38,6 +39,7 @@ KERNELS["block_sparse.cu"] = KERNELS["fa2.cu"]
 ELEMENTS = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
 OPTIONS = {"std": "c++17", "fma": False, "ptxas_options": ["-v"]}  # of NVRTC. Products and sums are not fused: what is one rounding is written as one
 VARIABLES = ("CAUSAL", "DROPOUT", "VECTOR", "SIGN")  # of the twin; constants on a GPU
+_TWIN = threading.Lock()  # from the setting of these variables to the end of the launch that they are for
 
 
 class CudaError(RuntimeError):
@@ -232,16 +234,18 @@ class Launch:
             library = _twin(self.source, tuple(compiled.items()))
         except CudaError as error:
             raise CudaError(f"{error}\nwhen loading {self}") from error
-        for name in VARIABLES:
-            ctypes.c_int.in_dll(library, name).value = int(self.constants.get(name, 0))
         _check_sizes(library, self.kernel, self.arguments)
         buffers = (_Buffer * len(self.tensors))(*(_Buffer(*_span(x)) for x in self.tensors))
         launch = _TwinLaunch(self.blocks, 32 * self.warps, self.shared_bytes, len(self.tensors), buffers)
         start = getattr(library, f"{self.kernel}_launch")
         start.restype = ctypes.c_char_p
-        fault = start(parameters, ctypes.byref(launch))
-        if fault:
-            raise CudaError(f"CUDA on the CPU twin: {fault.decode()}, of {self}")
+        with _TWIN:
+            for name in VARIABLES:
+                ctypes.c_int.in_dll(library, name).value = int(self.constants.get(name, 0))
+            fault = start(parameters, ctypes.byref(launch))
+            said = fault.decode() if fault else ""
+        if said:
+            raise CudaError(f"CUDA on the CPU twin: {said}, of {self}")
 
 
 class _Buffer(ctypes.Structure):
@@ -456,7 +460,7 @@ def _processor() -> str:
 
 @functools.cache
 def _twin(source: str, constants: tuple[tuple[str, int | str], ...]) -> ctypes.PyDLL:
-    """All kernels of a file, for the CPU. Called with the interpreter's lock held: the twin has one machine."""
+    """All kernels of a file, for the CPU. Its calls keep the interpreter's lock: a launch is one call."""
     compiler = _compiler()
     if compiler is None:
         raise CudaError(str(missing("cpu")))

@@ -107,7 +107,6 @@ DEVICE void write_two<float>(Global<float> to, float low, float high) { *reinter
 // a b + c, rounded once.
 DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float maximum_of(float a, float b) { return fmaxf(a, b); }
-DEVICE float minimum_of(float a, float b) { return fminf(a, b); }
 DEVICE float magnitude_of(float x) { return fabsf(x); }
 
 // 2^x on the special function unit: 2 ulp, and what is below 2^-126 is 0 (PTX ISA, ex2.approx.ftz.f32).

@@ -489,7 +489,6 @@ inline void write_two(Global<T> to, float low, float high) {
 
 inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float maximum_of(float a, float b) { return a > b || b != b ? a : b; }  // as fmaxf: a number beats NaN
-inline float minimum_of(float a, float b) { return a < b || b != b ? a : b; }
 inline float magnitude_of(float x) { return fabsf(x); }
 inline float exp2_of(float x) { return exp2f(x); }
 inline float log_of(float x) { return logf(x); }

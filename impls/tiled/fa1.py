@@ -17,7 +17,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from impls.call import Call, check_call
 from impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
-from impls.tiled.primitives import as_operand, dropped, hidden, ieee_products, on_chip, only, oriented, tiles, visible
+from impls.tiled.primitives import as_operand, dropped, finite, hidden, ieee_products, on_chip, only, oriented, tiles, visible
 
 ON_CHIP = 32 * 1024  # M: float32 numbers in 128 KiB, the shared memory of one multiprocessor
 
@@ -66,7 +66,7 @@ class _FlashAttention1(torch.autograd.Function):
     def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         with ieee_products():
             out, maximum, total = forward(query, key, value, call)
-        lse = torch.where(total > 0, maximum * abs(call.scale) + torch.log(total), -torch.inf)
+        lse = torch.where(total == 0, -torch.inf, maximum * abs(call.scale) + torch.log(total))
         ctx.save_for_backward(query, key, value, out, maximum, total)
         ctx.mark_non_differentiable(lse)
         ctx.call = call  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
                 # Scores wait for their scale until the maximum is subtracted, so that equal scores have a difference of exactly 0.
                 scores = only(seen, q @ k.T, -torch.inf)  # [Br, Bc]
                 tile_m = scores.amax(dim=1, keepdim=True)
-                weights = only(seen, torch.exp((scores - tile_m) * sharpness), 0.0)
+                weights = only(seen, torch.exp((scores - finite(tile_m)) * sharpness), 0.0)
                 tile_ell = weights.sum(dim=1, keepdim=True)
                 # A row that has seen nothing keeps the maximum -inf; what would come of -inf - -inf is replaced by 0.
                 new_m = torch.maximum(m[rows], tile_m)
@@ -108,7 +108,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
                 add = torch.where(tile_m > -torch.inf, torch.exp((tile_m - new_m) * sharpness), 0.0)
                 new_ell = keep * ell[rows] + add * tile_ell
                 new_o = as_operand(dropped(weights, b, h, rows, cols, call), query.dtype) @ v / (1.0 - call.dropout_p)
-                o[rows] = torch.where(new_ell > 0, (ell[rows] * keep * o[rows] + add * new_o) / new_ell, 0.0)
+                o[rows] = torch.where(new_ell == 0, 0.0, (ell[rows] * keep * o[rows] + add * new_o) / new_ell)
                 m[rows], ell[rows] = new_m, new_ell
         out[b, h] = o
     return out, maximum, total

@@ -18,7 +18,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from impls.call import Call, check_call
 from impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
-from impls.tiled.primitives import as_operand, deltas, dropped, hidden, ieee_products, on_chip, only, oriented, recomputed, tiles, visible
+from impls.tiled.primitives import as_operand, deltas, dropped, finite, hidden, ieee_products, on_chip, only, oriented, recomputed, tiles, visible
 
 QUERY_TILE = 128
 KEY_TILE = 128
@@ -95,14 +95,14 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
                 scores = only(seen, q @ k.T, -torch.inf)  # [Br, Bc]
                 # A row that has seen nothing keeps the maximum -inf; what would come of -inf - -inf is replaced by 0.
                 new_maximum = torch.maximum(maximum, scores.amax(dim=1, keepdim=True))
-                weights = only(seen, torch.exp((scores - new_maximum) * sharpness), 0.0)
+                weights = only(seen, torch.exp((scores - finite(new_maximum)) * sharpness), 0.0)
                 rescale = torch.where(maximum > -torch.inf, torch.exp((maximum - new_maximum) * sharpness), 0.0)
                 total = rescale * total + weights.sum(dim=1, keepdim=True)
                 acc = rescale * acc + as_operand(dropped(weights, b, h, rows, cols, call), query.dtype) @ v
                 maximum = new_maximum
-            some = total > 0
-            out[b, h, rows] = torch.where(some, acc / (total * (1.0 - call.dropout_p)), 0.0)
-            lse[b, h, rows] = torch.where(some, maximum * sharpness + torch.log(total), -torch.inf)[:, 0]
+            empty = total == 0
+            out[b, h, rows] = torch.where(empty, 0.0, acc / (total * (1.0 - call.dropout_p)))
+            lse[b, h, rows] = torch.where(empty, -torch.inf, maximum * sharpness + torch.log(total))[:, 0]
     return out, lse
 
 

@@ -34,6 +34,11 @@ def only(seen: Bool[Tensor, "Br Bc"] | None, tile: Float32[Tensor, "Br Bc"], oth
     return tile if seen is None else torch.where(seen, tile, otherwise)
 
 
+def finite(maximum: Float32[Tensor, "Br 1"]) -> Float32[Tensor, "Br 1"]:
+    """A maximum that may be subtracted: 0 for a row whose scores are all -inf, so that they stay so."""
+    return torch.where(maximum == -torch.inf, 0.0, maximum)
+
+
 def on_chip(tile: Float[Tensor, "length d"]) -> Float32[Tensor, "length d"]:
     """A tile in float32, in memory of its own: the caller's strides and alignment end here."""
     return tile.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

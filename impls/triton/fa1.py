@@ -145,7 +145,7 @@ def forward_kernel(
             old_share = old_sum * tl.exp2((old_max - finite(new_max)) * exponent_scale)
             tile_rescale = tl.exp2((tile_max - finite(new_max)) * exponent_scale)
             new_sum = old_share + tile_sum * tile_rescale
-            divisor = tl.where(new_sum > 0.0, new_sum, 1.0)  # a row that has seen no key stays 0
+            divisor = tl.where(new_sum == 0.0, 1.0, new_sum)  # a row that has seen no key stays 0
             out_tile = tile_at(out, (0, 0, DIM, 1), 0, 0, first_query, QUERY_TILE, PADDED_DIM, False, 1)
             old_out = load_tile(out_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)
             new_out = old_out * tl.div_rn(old_share, divisor)[:, None] + tile_out * tl.div_rn(tile_rescale * kept_scale, divisor)[:, None]
@@ -205,7 +205,7 @@ def backward_kernel(
                 # The weights again, now normalised.
                 seen = seen_pairs(rows, columns, queries, keys, offset, CAUSAL)
                 raw = tl.where(seen, sign * dot(q, tl.trans(k)), -INFINITY)  # [queries, keys]
-                p = tl.exp2((raw - finite(maximum)[:, None]) * exponent_scale) * tl.div_rn(1.0, tl.where(total > 0.0, total, 1.0))[:, None]
+                p = tl.exp2((raw - finite(maximum)[:, None]) * exponent_scale) * tl.div_rn(1.0, tl.where(total == 0.0, 1.0, total))[:, None]
 
                 dp = dot(do, tl.trans(v))  # [queries, keys]
                 dropped_p = p
@@ -286,7 +286,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, *saved)
         ctx.call = call
         # Natural log of the scores' sum of exponentials. The maximum of a row that saw nothing is -inf, and so is its lse.
-        lse = torch.where(saved.row_sum > 0.0, saved.row_max * abs(call.scale) + saved.row_sum.log(), -math.inf)
+        lse = torch.where(saved.row_sum == 0.0, -math.inf, saved.row_max * abs(call.scale) + saved.row_sum.log())
         ctx.mark_non_differentiable(lse)
         return saved.out, lse
 

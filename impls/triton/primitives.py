@@ -6,6 +6,7 @@ holds its bits, so there every operation on one goes through float32, which is e
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -230,15 +231,18 @@ def call_arguments(call: Call) -> dict[str, Any]:
 
 
 @contextmanager
-def _unchecked_integers() -> Iterator[None]:
-    """Keeps the interpreter from asking of every sum and product of integers whether it left its type, which takes half of its time. A GPU does not ask."""
+def _as_on_a_gpu() -> Iterator[None]:
+    """Interpreted, kernels are NumPy, which warns where a GPU goes on in silence: the exponential of -inf, an overflow in a row that is never stored, a maximum
+    of nothing but NaN. And of every sum and product of integers the interpreter asks whether it left its type, which takes half of its time."""
     if not INTERPRETED.value:
         yield
         return
     before = interpreter_builder.options
     interpreter_builder.options = replace(before, sanitize_overflow=False)
     try:
-        yield
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield
     finally:
         interpreter_builder.options = before
 
@@ -266,6 +270,5 @@ class Launch:
     def run(self) -> None:
         """Starts the kernel on the device of its tensors."""
         tensor = next(argument for argument in self.arguments.values() if isinstance(argument, Tensor))
-        # Interpreted, kernels are NumPy, which warns where a GPU goes on in silence (the exponential of -inf, an overflow in a row that is never stored).
-        with torch.cuda.device_of(tensor), np.errstate(all="ignore"), _unchecked_integers():
+        with torch.cuda.device_of(tensor), _as_on_a_gpu():
             self.kernel[self.grid](**self.arguments, **self.options)

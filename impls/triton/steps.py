@@ -32,8 +32,8 @@ def attend(
             visible = visible & (key_at[None, :] <= query_at[:, None] + offset)
         scores = tl.where(visible, scores, -INFINITY)
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-    # A row that has seen no key yet: -inf stays its maximum, but is not subtracted from -inf.
-    subtracted = tl.where(new_maximum == -INFINITY, 0.0, new_maximum) if MASKED else new_maximum
+    # A row that has seen no key yet, or none whose score is above -inf: -inf stays its maximum, but is not subtracted from -inf.
+    subtracted = tl.where(new_maximum == -INFINITY, 0.0, new_maximum)
     weights = tl.exp2((scores - subtracted[:, None]) * exponent_scale)
     rescale = tl.exp2((maximum - subtracted) * exponent_scale)
     total = total * rescale + tl.sum(weights, 1)
@@ -79,8 +79,9 @@ def exponential(scores, lse, scale):
     """P = exp(scale scores - lse). In a row that sees no key, whose lse is -inf, it is anything: all of its places are masked afterwards.
 
     No weight is above 1. For huge scores the rounding of the stored LSE may say otherwise (half an ulp of 1e10 is 512): the minimum keeps it from overflowing.
+    A NaN stays one.
     """
-    return tl.exp2(tl.minimum(tl.fma(scores, scale, -lse), 0.0) * LOG2_E)
+    return tl.exp2(tl.minimum(tl.fma(scores, scale, -lse), 0.0, propagate_nan=tl.PropagateNan.ALL) * LOG2_E)
 
 
 @device_function

@@ -24,6 +24,8 @@ BAD: dict[str, tuple[dict[str, object], type[Exception], str]] = {
     "key-three-dimensions": ({"key": KEY[0]}, ValueError, r"^key: shape \[2, 140, 16\] has 3 dimensions; give four"),
     "query-float64": ({"query": QUERY.double()}, TypeError, r"^query: dtype torch\.float64 is not taken; give float32, float16 or bfloat16"),
     "query-int": ({"query": QUERY.int()}, TypeError, r"^query: dtype torch\.int32 is not taken"),
+    "query-sparse": ({"query": QUERY.to_sparse()}, TypeError, r"^query: layout torch\.sparse_coo is not taken; give a dense tensor"),
+    "value-mkldnn": ({"value": KEY.to_mkldnn()}, TypeError, r"^value: layout torch\._mkldnn is not taken; give a dense tensor"),
     "query-empty": ({"query": QUERY[:, :, :0]}, ValueError, r"^query: shape \[2, 4, 0, 16\] is empty; every size is at least 1"),
     "key-empty": ({"key": KEY[:, :, :0], "value": KEY[:, :, :0]}, ValueError, r"^key: shape \[2, 2, 0, 16\] is empty"),
     "key-dtype": ({"key": KEY.half()}, TypeError, r"^key: dtype torch\.float16 differs from query's torch\.float32"),

@@ -25,6 +25,10 @@ def nothing(query, key, value):
     raise ValueError("not today")
 
 
+def swallows(query, key, value, **kwargs):
+    return right(query, key, value)
+
+
 def not_a_number(query, key, value):
     return right(query, key, value) * torch.nan
 
@@ -72,6 +76,11 @@ def run(kernels: Path, options: list[str]) -> tuple[int, str]:
         (["--impl", "half", "--dtype", "float32"], 1, "not verified"),
         (["--impl", "right", "--case", f"{SMALL} causal"], 1, "not verified: .*does not claim the case: causal, top-left"),
         (["--impl", "right", "--impl", "picky", "--case", SMALL], 1, "refused: .*picky, float32, \\d+ times, first with: ValueError: dim 8 is too small"),
+        (
+            ["--impl", "swallows", "--dtype", "float16"],
+            0,
+            r"not claimed: \S+:swallows has no parameter is_causal, .*return_lse;",
+        ),
         (["--impl", "sdpa.fl*h", "--device", "cpu", "--dtype", "float32"], 1, "not verified"),
         (["--impl", "right", "--case", SMALL, "--dtype", "float16"], 4, "--dtype: the case is in float32"),
         (["--impl", "right", "--case", f"{SMALL} q6"], 4, "q6"),

@@ -1,5 +1,7 @@
 """Every mutant is rejected by the check that must, in one dtype in which it shows."""
 
+import re
+
 import pytest
 
 import impls.triton  # noqa: F401, interpreted, where there is no GPU: it is decided before Triton is imported
@@ -7,6 +9,7 @@ from tests.cases import Case
 from tests.mutants import mutant, trial
 from tests.mutants.mutant import Mutant
 
+SLIPS = re.compile("NameError|UnboundLocalError|SyntaxError|AttributeError|ImportError|CompilationError|NVRTC|C\\+\\+ compiler")  # of a patch, not of a kernel
 COUNTED = [one for one in mutant.every() if not one.survives]
 
 
@@ -22,3 +25,4 @@ def test_mutant_is_rejected(one: Mutant) -> None:
         cases = [own]
     outcome = trial.ask(check, implementation, dtype, cases)
     assert outcome.verdict == "rejected", f"{one.name}: {one.says}; {one.check} let it through in {dtype}"
+    assert not SLIPS.search(outcome.said), f"{one.name}: its patch is no kernel: {outcome.said}"
