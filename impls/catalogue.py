@@ -18,7 +18,7 @@ from functools import reduce
 from pathlib import Path
 from types import ModuleType
 
-from impls.spec import Implementation, Supports
+from impls.spec import Implementation, Supports, arithmetic_of_callables
 
 CATALOGUE: dict[str, str] = {
     "tiled.fa1": "impls.tiled.fa1:implementation",
@@ -99,7 +99,9 @@ def of_callable(attention: object, name: str) -> Implementation:
         dropout={"dropout_p", "dropout_seed"} <= keywords,
         lse="return_lse" in keywords,
     )
-    return Implementation(name=name, attention=attention, supports=supports, summary="A function, verified as it stands.", bare=True)
+    return Implementation(
+        name=name, attention=attention, supports=supports, arithmetic=arithmetic_of_callables, summary="A function, verified as it stands.", bare=True
+    )
 
 
 def _parameters(attention: Callable[..., object], name: str) -> list[inspect.Parameter]:

@@ -5,7 +5,7 @@ decides how large its error may be (`oracles/bounds.py` turns it into a bound).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -70,6 +70,9 @@ class Arithmetic:
     accumulate: Literal["fma", "tensor_core", "float64"] = "fma"  # tensor cores truncate: twice the unit roundoff
     products: Literal["exact", "3xtf32", "tf32"] = "exact"  # what float32 operands are rounded to, to nearest, before they are multiplied
     weights: Literal["input", "float32"] = "input"  # what P and dS are cast to before the second product
+    # What the forward divides its weights by. "sum": their own sum, in which the errors that they share cancel. "lse": what was rounded apart from them, by a
+    # rounding of the LSE: exp(lse) in a second pass, the LSEs of parts that are merged, a sum that is rescaled by other roundings than the output.
+    normaliser: Literal["sum", "lse"] = "sum"
     # Where the contributions to a gradient are added up. "heads": each query head's in float32, and those of the heads of a group in the input dtype.
     gradients: Literal["float32", "heads", "input"] = "float32"
     exp_ulps: float = 2.0  # error of the exponential, in units of the last place
@@ -78,9 +81,14 @@ class Arithmetic:
 
 
 def arithmetic_of_flash(dtype: Dtype, device: Device) -> Arithmetic:
-    """FlashAttention's arithmetic, as a bare callable is taken to have it: float32 in IEEE arithmetic, 16 bit on tensor cores where there are any."""
+    """FlashAttention's arithmetic: float32 in IEEE arithmetic, 16 bit on tensor cores where there are any."""
     on_tensor_cores = device == "cuda" and dtype != "float32"
     return Arithmetic(accumulate="tensor_core" if on_tensor_cores else "fma")
+
+
+def arithmetic_of_callables(dtype: Dtype, device: Device) -> Arithmetic:
+    """What a bare callable is taken to have: FlashAttention's arithmetic, the weights normalised in either way."""
+    return replace(arithmetic_of_flash(dtype, device), normaliser="lse")
 
 
 @dataclass(frozen=True, kw_only=True)

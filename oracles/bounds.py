@@ -37,6 +37,7 @@ _ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.
 # Largest absolute error where a result underflows; flush to zero is allowed but to float16, whose subnormal numbers every chip has.
 _UNDERFLOW = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126, torch.float64: 2.0**-1022}
 _PRODUCTS = {"exact": 0.0, "3xtf32": 2.0**-21, "tf32": 2.0**-10}
+_LARGEST_EXPONENT = 600.0  # keeps exponentials and their products finite in float64; a bound of 1e260 excuses any number
 
 Form = Literal["deterministic", "statistical"]
 
@@ -78,6 +79,7 @@ class Units:
     tiny: float  # underflow of the output
     tiles: int  # n_b, steps of the online softmax
     row_sum: int  # length of the longest chain of additions in a row's sum
+    by_lse: bool  # the forward's weights are divided by exp(lse), not by their sum
     sixteen_bit_steps: int  # additions into a 16-bit gradient, for each query head
 
     def gamma(self, n: int) -> float:
@@ -85,6 +87,12 @@ class Units:
         if self.form == "statistical":
             return LAMBDA * math.sqrt(n) * self.u_a
         return n * self.u_a / (1.0 - n * self.u_a)
+
+    def of_lse(self, lse_abs: Tensor) -> Tensor:
+        """Relative error of what is divided by exp(lse) and not by a sum: the LSE of a part and that of the whole, each a product and a sum that are rounded,
+        and the logarithm, the difference and the exponential beside them. It may be large: half a unit in the last place of an LSE of 1e10 is 512.
+        """
+        return torch.expm1((self.u_a * (4.0 * lse_abs + 8.0) + self.eps_e).clamp(max=_LARGEST_EXPONENT)) if self.by_lse else torch.zeros_like(lse_abs)
 
     @property
     def rescaling(self) -> float:
@@ -120,6 +128,7 @@ def units_of(problem: Problem, claim: "Claim") -> Units:
         tiny=_UNDERFLOW[dtype],
         tiles=tiles,
         row_sum=min(keys, arithmetic.key_tile + tiles) if arithmetic.key_tile else keys,
+        by_lse=arithmetic.normaliser == "lse",
         sixteen_bit_steps=_sixteen_bit_steps(problem, arithmetic) if sixteen_bit else 0,
     )
 
@@ -215,9 +224,6 @@ class _Parts:
         self.value_max = self.value_abs.amax(dim=0, keepdim=True)
 
 
-_LARGEST_EXPONENT = 600.0  # keeps exponentials and their products finite in float64; a bound of 1e260 excuses any number
-
-
 def _moved(rows: Rows, log_error: Tensor) -> Tensor:
     """P (exp(log_error) - 1), by which each weight may be too large; also where the error is so large that a weight that is 0 may not be."""
     log_weight = rows.scores - torch.where(rows.lse.isfinite(), rows.lse, 0.0)[:, None]
@@ -254,7 +260,7 @@ class _Sums:
         apart = torch.where(total < 1.0, torch.minimum(apart / (1.0 - total), hull), hull)
         out = (
             apart
-            + (u.u_p + u.product + u.gamma(keys) + u.rescaling + 2.0 * u.u_a) * parts.weighted_abs
+            + (u.u_p + u.product + u.gamma(keys) + u.rescaling + 2.0 * u.u_a + u.of_lse(parts.lse_abs)) * parts.weighted_abs
             + (u.gamma(u.row_sum) + u.rescaling + 3.0 * u.u_a + u.u_o) * rows.out.abs()
             + u.eta * parts.gain_max * parts.visible_abs
             + u.tiny
@@ -262,7 +268,8 @@ class _Sums:
         # --- lse
         furthest = (log_error * parts.visible).amax(dim=1, keepdim=True)
         lse = torch.where(total < 1.0, torch.minimum(-torch.log1p(-total.clamp(max=1.0)), furthest), furthest)
-        lse = lse + u.gamma(u.row_sum) + u.rescaling + u.u_a * (2.0 * parts.lse_abs + 4.0) + u.u_l * parts.lse_abs
+        roundings = 2.0 if u.by_lse else 1.0  # of a part's, and of the whole's
+        lse = lse + u.gamma(u.row_sum) + u.rescaling + roundings * u.u_a * (2.0 * parts.lse_abs + 4.0) + u.u_l * parts.lse_abs
 
         # --- backward: the weights come back as exp(S - L)
         moved_back = _moved(rows, log_error + lse)

@@ -11,6 +11,9 @@ since it adds every rounding with the same sign; in 16 bit the casts of the weig
 
 (The model of independent roundings of mean zero: Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019.) General position: the weights of a row differ, so that
 their roundings do; no coordinate stands out, so that sums have no order. Ties, spikes, shifts and dropout are left to the bound. Symbols are those of `bounds`.
+
+Where weights are divided by exp(lse) and not by their sum, errors that they share do not cancel. That is left out: scores are of order 1 here, and the
+roundings that every weight is granted, as if each were merged from parts, are more (kernels that normalise so, in float32, are at 0.6 of what is expected).
 """
 
 import math

@@ -177,6 +177,13 @@ def two_passes(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -
     return out, (maximum * scale + torch.log(total))[:, 0]
 
 
+@variant("weights exp(S - LSE), which nothing divides", normaliser="lse")
+def normalised_by_lse(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    scores = scale * _scores(q, k, visible)
+    lse = torch.logsumexp(scores, dim=1, keepdim=True)
+    return _cast(torch.exp(scores - lse), q) @ v.float(), lse[:, 0]
+
+
 @variant("the maximum rounded up to bfloat16: any number near the largest score may be subtracted")
 def rounded_maximum(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, visible)
@@ -302,6 +309,13 @@ def split_keys(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -
     shares = torch.exp(lses - largest)
     total = shares.sum(dim=0)
     return (shares * outs).sum(dim=0) / total, (largest + torch.log(total))[:, 0]
+
+
+@variant("three splits of the keys, merged by exp(their LSE - the LSE of all), as FlashAttention's decoding does", normaliser="lse")
+def merged_by_lse(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    outs, lses = _splits(q, k, v, visible, scale)
+    lse = torch.logsumexp(lses, dim=0)
+    return (torch.exp(lses - lse) * outs).sum(dim=0), lse[:, 0]
 
 
 @variant("lazy rescaling: the maximum is renewed when it has risen by more than 8 log 2")

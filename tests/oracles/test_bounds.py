@@ -129,6 +129,7 @@ LOOSER = {
     "gradients in 16 bit": (Arithmetic(), Arithmetic(gradients="input")),
     "smaller query tiles for them": (Arithmetic(gradients="input", query_tile=64), Arithmetic(gradients="input", query_tile=32)),
     "a worse exponential": (Arithmetic(exp_ulps=1.0), Arithmetic(exp_ulps=4.0)),
+    "weights divided by an LSE": (Arithmetic(), Arithmetic(normaliser="lse")),
     "tiles unknown": (Arithmetic(key_tile=64), Arithmetic()),
 }
 
