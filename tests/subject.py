@@ -310,19 +310,20 @@ class Subject:
         return ""
 
     def _onset(self, case: Case, name: TensorName) -> str:
-        """From which magnitude on the case fails, found by halving and, where that is no answer, nothing."""
+        """From which magnitude on the case fails, or from which shift where its scores have one; found by halving and, where that is no answer, nothing."""
         arithmetic = self.implementation.arithmetic(self.dtype, self.device)
-        magnitude = case.magnitude
+        axis = "shift" if case.shift else "magnitude"
+        value = getattr(case, axis)
         for _ in range(6):
-            lower = replace(case, magnitude=magnitude / 2.0)
+            lower = replace(case, **{axis: value / 2.0})
             try:
                 answer = attend(self.implementation, lower, inputs(lower, self.device), backward=name in BACKWARD)
                 if all(judged.passed for judged in judging.judge(answer, lower, arithmetic, (name,))):
-                    return f"passes at magnitude {magnitude / 2.0:g}, fails from {magnitude:g}"
+                    return f"passes at {axis} {value / 2.0:g}, fails from {value:g}"
             except (Refused, Fault):
                 return ""
-            magnitude /= 2.0
-        return f"fails at every magnitude from {magnitude:g} to {case.magnitude:g}"
+            value /= 2.0
+        return f"fails at every {axis} from {value:g} to {getattr(case, axis):g}"
 
 
 def summary(subject: Subject, most: int = 3) -> str:
