@@ -75,7 +75,7 @@ def of_callable(attention: object, name: str) -> Implementation:
 
     `is_causal` claims top-left causal masks, and with `causal_alignment` bottom-right ones; `scale` any positive scale; `enable_gqa` grouped heads;
     `block_mask` block masks; `dropout_p` together with `dropout_seed` dropout; `return_lse` the log-sum-exp. `**kwargs` claims nothing.
-    Raises TypeError for what cannot be called with query, key and value alone.
+    Its arithmetic is taken to be `arithmetic_of_callables`. Raises TypeError for what cannot be called with query, key and value alone.
     """
     if inspect.isclass(attention) or not callable(attention):
         raise TypeError(f"{name}: {attention!r} is not an attention function; give a function attention(query, key, value, ...) or an Implementation")

@@ -70,8 +70,8 @@ class Arithmetic:
     accumulate: Literal["fma", "tensor_core", "float64"] = "fma"  # tensor cores truncate: twice the unit roundoff
     products: Literal["exact", "3xtf32", "tf32"] = "exact"  # what float32 operands are rounded to, to nearest, before they are multiplied
     weights: Literal["input", "float32"] = "input"  # what P and dS are cast to before the second product
-    # What the forward divides its weights by. "sum": their own sum, in which the errors that they share cancel. "lse": what was rounded apart from them, by a
-    # rounding of the LSE: exp(lse) in a second pass, the LSEs of parts that are merged, a sum that is rescaled by other roundings than the output.
+    # What the forward divides its weights by. "sum": their own sum, in which the errors that they share cancel. "lse": exp(lse), of an LSE that was
+    # rounded, as in a second pass over the keys, or where parts of them are merged by their LSEs.
     normaliser: Literal["sum", "lse"] = "sum"
     # Where the contributions to a gradient are added up. "heads": each query head's in float32, and those of the heads of a group in the input dtype.
     gradients: Literal["float32", "heads", "input"] = "float32"

@@ -89,8 +89,8 @@ class Units:
         return n * self.u_a / (1.0 - n * self.u_a)
 
     def of_lse(self, lse_abs: Tensor) -> Tensor:
-        """Relative error of what is divided by exp(lse) and not by a sum: the LSE of a part and that of the whole, each a product and a sum that are rounded,
-        and the logarithm, the difference and the exponential beside them. It may be large: half a unit in the last place of an LSE of 1e10 is 512.
+        """Relative error, [rows, 1], of what is divided by exp(lse) and not by a sum: an LSE's own roundings, u_a (2 |L| + 4) (Blanchard, Higham and
+        Higham, as in the bound of the LSE), once for a part and once for the whole, and an exponential. It may be large: half an ulp of 1e10 is 512.
         """
         return torch.expm1((self.u_a * (4.0 * lse_abs + 8.0) + self.eps_e).clamp(max=_LARGEST_EXPONENT)) if self.by_lse else torch.zeros_like(lse_abs)
 

@@ -246,7 +246,7 @@ def inferred(dtype: Dtype, device: Device) -> list[Case]:
 
 
 def partly_trained(dtype: Dtype, device: Device) -> list[Case]:
-    """Groups and several tiles of keys, for some of the three gradients."""
+    """Groups, several tiles of keys and dropout, for some of the three gradients."""
     return _lines("b1 h1 q24 k24 d40 causal\nb1 h2/1 q20 k130 d16\nb1 h1 q24 k24 d16 dropout0.3", dtype)
 
 
