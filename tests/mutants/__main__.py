@@ -26,9 +26,10 @@ from tests.mutants import mutant, rules, trial, variants
 from tests.plugin import RUNS, SITE, environment, run_name
 
 KERNELS = ("tiled.fa1", "tiled.fa2", "tiled.block_sparse", "sdpa.math")  # right, and not ours alone: torch's SDPA on a CPU
-# Of an interpreted kernel, a pass over all checks takes a minute: it is tried in one dtype, on at most so many cases of each check, and by the rules on their
-# own inputs alone. Memory is measured at two lengths.
-INTERPRETED_CASES = 6
+# Of a kernel that Triton's interpreter or the CPU twin runs, a pass over all checks takes a minute: it is tried in one dtype, on at most so many cases of each
+# check, and by the rules on their own inputs alone. Memory is measured at two lengths.
+SLOW = ("triton.", "cuda.")
+SLOW_CASES = 6
 MEMORY_CASES = 2
 
 
@@ -56,7 +57,7 @@ def jobs(run: str, names: Sequence[str]) -> list[Job]:
         patch = "\n".join(f"{patch.file or mutant.source_of(one.of)}\n- {_indented(patch.old, '- ')}\n+ {_indented(patch.new, '+ ')}" for patch in one.patches)
         about = {"fault": one.fault, "origin": one.origin, "says": one.says, "of": one.of, "check": one.check, "survives": one.survives}
         specimen = Specimen(run=run, name=one.name, kind="mutant", patch=patch, **about)
-        dtypes = one.dtypes[:1] if _is_interpreted(one.of) else one.dtypes
+        dtypes = one.dtypes[:1] if _is_slow(one.of) else one.dtypes
         found += [Job(specimen, dtype, one) for dtype in dtypes]
     for variant in variants.every():
         found += [Job(Specimen(run=run, name=variant.name, kind="variant", says=variant.says), dtype) for dtype in DTYPES]
@@ -66,14 +67,14 @@ def jobs(run: str, names: Sequence[str]) -> list[Job]:
     return sorted(chosen, key=lambda job: (DTYPES.index(job.dtype), job.specimen.of or job.specimen.kind, job.specimen.name))
 
 
-def _is_interpreted(name: str) -> bool:
-    return name.startswith("triton.")
+def _is_slow(name: str) -> bool:
+    return name.startswith(SLOW)
 
 
 def _cases(check: trial.Check, job: Job, implementation: Implementation) -> list[Case]:
     """The cases of a check that a specimen is tried on: all, but where that would take too long; never without the mutant's own."""
     cases = check.cases(implementation, job.dtype)
-    most = MEMORY_CASES if check.name.startswith("memory/") else INTERPRETED_CASES if _is_interpreted(job.specimen.of) else len(cases)
+    most = MEMORY_CASES if check.name.startswith("memory/") else SLOW_CASES if _is_slow(job.specimen.of) else len(cases)
     own = Case.parse(f"{job.patched.case} {job.dtype}") if job.patched and job.patched.case else None
     return [case for number, case in enumerate(cases) if number < most or case == own]
 
@@ -103,7 +104,7 @@ def tried(job: Job) -> list[Trial]:
             found.append(
                 Trial(run=specimen.run, specimen=specimen.name, judge=check.name, dtype=dtype, rejected=rejected, case=outcome.case, said=outcome.said)
             )
-    ours = [] if _is_interpreted(specimen.of) else trial.checks()["accuracy/forward"].cases(job.implementation(), dtype)
+    ours = [] if _is_slow(specimen.of) else trial.checks()["accuracy/forward"].cases(job.implementation(), dtype)
     for inputs, cases in (("theirs", rules.their_inputs(dtype, "cpu")), ("ours", ours)):
         if not cases:
             continue
@@ -145,6 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, metavar="RECORDS", help="where the records go, instead of a file of its own in reports/runs")
     parser.add_argument("-j", "--processes", type=int, default=1, metavar="PROCESSES", help="1 unless given")
     options = parser.parse_args(arguments)
+    for name in sorted({one.of for one in mutant.every()}):
+        if reason := catalogue.load(name).missing("cpu"):
+            parser.exit(2, f"{name}: {reason}; without it the mutants of {name} cannot be tried\n")
     run = run_name()
     path = options.output or RUNS / f"{run}.jsonl"
     started, faults = time.monotonic(), 0

@@ -1,7 +1,7 @@
 """Mutants: real implementations with a small patch that makes them wrong, each after a real fault.
 
 A mutant is data (faults/*.toml) and becomes an implementation by writing the patched source to a temporary copy of its folder and loading it from there:
-Triton reads the source of a kernel from its file. It keeps every claim of what it patches.
+Triton and NVRTC read the source of a kernel from its file. It keeps every claim of what it patches.
 """
 
 import atexit
@@ -107,6 +107,9 @@ def build(mutant: Mutant) -> Implementation:
         if path.parent != Path(package.replace(".", "/")):
             raise ValueError(f"{mutant.name}: {file} lies outside the folder of {mutant.of}")
         (folder / path.name).write_text(text)
+    # torch keeps one operator of a name: those of a mutant have a name space of their own, or they would take the place of the real ones.
+    for path in folder.glob("*.py"):
+        path.write_text(path.read_text().replace('"flashproof::', f'"flashproof_{mutant.name.replace("-", "_")}::'))
     with _package_at(package, folder):
         implementation: Implementation = getattr(importlib.import_module(module), attribute)
     return replace(implementation, name=mutant.name, summary=mutant.says)

@@ -18,6 +18,8 @@ def test_mutant_is_rejected(one: Mutant) -> None:
     """On the case that shows it, where one is named; the whole check otherwise."""
     dtype, check = one.dtypes[0], trial.checks()[one.check]
     implementation = mutant.build(one)
+    if reason := implementation.missing("cpu"):
+        pytest.skip(reason)
     cases = check.cases(implementation, dtype)
     if one.case:
         own = Case.parse(f"{one.case} {dtype}")
