@@ -26,8 +26,8 @@ from tests.mutants import mutant, rules, trial, variants
 from tests.plugin import RUNS, SITE, environment, run_name
 
 KERNELS = ("tiled.fa1", "tiled.fa2", "tiled.block_sparse", "sdpa.math")  # right, and not ours alone: torch's SDPA on a CPU
-# Of a kernel that Triton's interpreter or the CPU twin runs, a pass over all checks takes a minute: it is tried in one dtype, on at most so many cases of each
-# check, and by the rules on their own inputs alone. Memory is measured at two lengths.
+# Of a kernel that Triton's interpreter or the CPU twin runs, a pass over all checks takes up to a minute: it is tried in one dtype, on at most so many cases
+# of each check, and by the rules on their own inputs alone. Memory is measured at two lengths.
 SLOW = ("triton.", "cuda.")
 SLOW_CASES = 6
 MEMORY_CASES = 2
@@ -146,10 +146,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, metavar="RECORDS", help="where the records go, instead of a file of its own in reports/runs")
     parser.add_argument("-j", "--processes", type=int, default=1, metavar="PROCESSES", help="1 unless given")
     options = parser.parse_args(arguments)
-    for name in sorted({one.of for one in mutant.every()}):
+    run = run_name()
+    work = jobs(run, options.names)
+    for name in sorted({job.patched.of for job in work if job.patched}):
         if reason := catalogue.load(name).missing("cpu"):
             parser.exit(2, f"{name}: {reason}; without it the mutants of {name} cannot be tried\n")
-    run = run_name()
     path = options.output or RUNS / f"{run}.jsonl"
     started, faults = time.monotonic(), 0
     command = " ".join(["python -m tests.mutants", *(sys.argv[1:] if arguments is None else arguments)])
@@ -157,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for record in records:
         append(path, record)
     told: set[str] = set()
-    for job, trials in all_tried(jobs(run, options.names), options.processes):
+    for job, trials in all_tried(work, options.processes):
         if job.specimen.name not in told:
             append(path, job.specimen)
             told.add(job.specimen.name)

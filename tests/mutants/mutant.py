@@ -1,7 +1,7 @@
 """Mutants: real implementations with a small patch that makes them wrong, each after a real fault.
 
 A mutant is data (faults/*.toml) and becomes an implementation by writing the patched source to a temporary copy of its folder and loading it from there:
-Triton and NVRTC read the source of a kernel from its file. It keeps every claim of what it patches.
+kernels are compiled from their files. It keeps every claim of what it patches.
 """
 
 import atexit
