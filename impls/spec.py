@@ -13,6 +13,7 @@ Device = Literal["cpu", "cuda"]
 Alignment = Literal["top_left", "bottom_right"]
 
 DTYPES: tuple[Dtype, ...] = ("float32", "float16", "bfloat16")
+SIXTEEN_BIT: tuple[Dtype, ...] = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,4 +107,7 @@ class Implementation:
     arithmetic: Callable[[Dtype, Device], Arithmetic] = arithmetic_of_flash
     summary: str = ""  # one sentence for the report
     missing: Callable[[Device], str | None] = lambda device: None  # why it cannot run there ("CUDA: no device"), or None
+    # Dtypes whose code is one but for the type of an element, tiles included: what indexing gets wrong in one of them it gets wrong in all. A run of several of
+    # them deals such cases out among them (`tests/grids.py`), and each runs once; a run of one of them has them all.
+    one_code: Callable[[Device], tuple[Dtype, ...]] = lambda device: ()
     bare: bool = False  # a callable taken as it stands: what it refuses with a clear exception is not a failure

@@ -28,7 +28,7 @@ from impls.spec import DTYPES, Device, Dtype, Implementation
 from reports import wording
 from reports.evidence import size, worst_rho
 from reports.record import Absence, Claim, Environment, Judgement, Record, append
-from tests import judging, profiles
+from tests import grids, judging, profiles
 from tests.cases import Case, inputs, not_claimed
 from tests.isolation import Diary, Guest, Hosts
 from tests.subject import Subject, summary
@@ -203,14 +203,21 @@ class State:
         return targets
 
     def cases(self, marker: pytest.Mark, target: Target) -> list[Case]:
-        """The cases of a check's grid that the target claims; with --case, that one."""
+        """The cases of a check's grid that the target claims, its share where it shares them with other dtypes; with --case, that one."""
         if target.implementation is None:
             return []
         about = (marker.kwargs["grid"], str(target))
         if about not in self.claimed:
             grid = [self.case] if self.case else marker.kwargs["grid"](target.dtype, target.device)
-            self.claimed[about] = [case for case in grid if not_claimed(case, target.implementation.supports) is None]
+            claimed = [case for case in grid if not_claimed(case, target.implementation.supports) is None]
+            self.claimed[about] = grids.dealt(marker.kwargs["grid"], claimed, target.dtype, self.sharing(target))
         return list(self.claimed[about])
+
+    def sharing(self, target: Target) -> list[Dtype]:
+        """The dtypes of this run whose code is that of the target, its own among them."""
+        alike = target.implementation.one_code(target.device) if target.implementation else ()
+        verified = [each.dtype for each in self.targets if (each.name, each.device) == (target.name, target.device)]
+        return [dtype for dtype in verified if dtype in alike] if target.dtype in alike else [target.dtype]
 
     def record(self, record: Record) -> None:
         """Appends a record, behind the environment that the run's file begins with."""
@@ -372,6 +379,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
         run=state.run,
         emit=lambda record: _attach(request.node, record),
         defect=defect,
+        sharing=state.sharing(target),
     )
 
 
@@ -622,7 +630,13 @@ def _claim(state: State, implementation: Implementation) -> Claim:
     arithmetic = {f"{dtype} on {device}": asdict(implementation.arithmetic(dtype, device)) for dtype in supports.dtypes for device in supports.devices}
     fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(supports).items()}
     return Claim(
-        run=state.run, implementation=implementation.name, summary=implementation.summary, supports=fields, arithmetic=arithmetic, bare=implementation.bare
+        run=state.run,
+        implementation=implementation.name,
+        summary=implementation.summary,
+        supports=fields,
+        arithmetic=arithmetic,
+        bare=implementation.bare,
+        one_code={device: list(dtypes) for device in supports.devices if (dtypes := implementation.one_code(device))},
     )
 
 

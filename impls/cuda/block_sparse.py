@@ -13,7 +13,7 @@ from torch import Tensor
 
 from impls.call import BLOCK, Call, check_call
 from impls.cuda import flash
-from impls.cuda.launching import call_of, check_scale, missing, packed_seed
+from impls.cuda.launching import call_of, check_scale, missing, one_code, packed_seed
 from impls.spec import OWN_KERNELS, Alignment, Implementation
 
 # ------------------------------------------------------------------------------------------------------------------------------ lists
@@ -188,5 +188,6 @@ implementation = Implementation(
     supports=replace(OWN_KERNELS, block_mask=True, linear_memory=False),
     arithmetic=flash.arithmetic,
     missing=missing,
+    one_code=one_code,
     summary="Block-sparse FlashAttention in CUDA C++: FlashAttention-2 over lists of visible 128 x 128 blocks.",
 )

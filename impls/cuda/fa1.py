@@ -14,7 +14,7 @@ from torch import Tensor
 
 from impls.call import Call, check_call
 from impls.cuda import launching
-from impls.cuda.launching import ELEMENTS, Launch, Problem, Tile, View, call_of, check_scale, missing, packed_seed, padded_dim, sign_of, vectors
+from impls.cuda.launching import ELEMENTS, Launch, Problem, Tile, View, call_of, check_scale, missing, one_code, packed_seed, padded_dim, sign_of, vectors
 from impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
 
 # ------------------------------------------------------------------------------------------------------------------------------ tiles
@@ -216,5 +216,6 @@ implementation = Implementation(
     supports=OWN_KERNELS,
     arithmetic=_arithmetic,
     missing=missing,
+    one_code=one_code,
     summary="FlashAttention-1 in CUDA C++: outer loop over keys, the output rescaled in device memory at every step.",
 )

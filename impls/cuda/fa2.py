@@ -12,7 +12,7 @@ from torch import Tensor
 
 from impls.call import Call, check_call
 from impls.cuda import flash
-from impls.cuda.launching import call_of, check_scale, missing, packed_seed
+from impls.cuda.launching import call_of, check_scale, missing, one_code, packed_seed
 from impls.spec import OWN_KERNELS, Alignment, Implementation
 
 
@@ -126,5 +126,6 @@ implementation = Implementation(
     supports=OWN_KERNELS,
     arithmetic=flash.arithmetic,
     missing=missing,
+    one_code=one_code,
     summary="FlashAttention-2 in CUDA C++: query tiles in parallel, statistics and weights in registers, a backward of two kernels without atomics.",
 )

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from impls.call import Call
-from impls.spec import Device
+from impls.spec import SIXTEEN_BIT, Device, Dtype
 
 FOLDER = Path(__file__).parent
 KERNELS = {"fa1.cu": ("forward", "backward"), "fa2.cu": ("forward", "delta", "dkey_dvalue", "dquery")}
@@ -53,6 +53,11 @@ def missing(device: Device) -> str | None:
     if reason := no_nvrtc():
         return reason
     return _too_old(torch.cuda.current_device()) if torch.cuda.is_available() else "CUDA: no device"
+
+
+def one_code(device: Device) -> tuple[Dtype, ...]:
+    """The dtypes that share tiles and code: the two of 16 bit, on tensor cores; float32 goes by FMA units."""
+    return SIXTEEN_BIT
 
 
 def _too_old(device: int) -> str | None:

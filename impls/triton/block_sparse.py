@@ -24,7 +24,7 @@ from impls.call import BLOCK, Call, check_call
 from impls.spec import OWN_KERNELS, Alignment, Implementation
 from impls.triton import flash
 from impls.triton.flash import Loop, Tile, Tiles
-from impls.triton.primitives import INFINITY, INTERPRETED, device_function, head_of, kernel, load_rows, missing, place, store_rows, times_sign
+from impls.triton.primitives import INFINITY, INTERPRETED, device_function, head_of, kernel, load_rows, missing, one_code, place, store_rows, times_sign
 from impls.triton.steps import attend, attended, gradients_of_keys, gradients_of_queries
 
 SIDE = tl.constexpr(BLOCK)  # of a block: 128 queries by 128 keys
@@ -305,5 +305,6 @@ implementation = Implementation(
     supports=replace(OWN_KERNELS, block_mask=True, linear_memory=False),
     arithmetic=flash.arithmetic_of(tiles),
     missing=missing,
+    one_code=one_code,
     summary="FlashAttention-2 over a block mask in Triton: empty blocks are skipped, only partial ones are masked, forward and backward.",
 )

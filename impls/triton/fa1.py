@@ -43,6 +43,7 @@ from impls.triton.primitives import (
     kernel,
     load_tile,
     missing,
+    one_code,
     padded_dim,
     rounded,
     store_tile,
@@ -351,4 +352,5 @@ implementation = Implementation(
     supports=OWN_KERNELS,
     arithmetic=arithmetic,
     missing=missing,
+    one_code=one_code,
 )

@@ -26,7 +26,7 @@ from impls.call import Call, check_call
 from impls.spec import OWN_KERNELS, Alignment, Implementation
 from impls.triton import flash
 from impls.triton.flash import Loop, Tile, Tiles
-from impls.triton.primitives import INFINITY, INTERPRETED, device_function, head_of, kernel, load_rows, missing, place, store_rows, times_sign
+from impls.triton.primitives import INFINITY, INTERPRETED, device_function, head_of, kernel, load_rows, missing, one_code, place, store_rows, times_sign
 from impls.triton.steps import attend, attended, gradients_of_keys, gradients_of_queries
 
 # ------------------------------------------------------------------------------------------------------------------------------ tiles
@@ -251,5 +251,6 @@ implementation = Implementation(
     supports=OWN_KERNELS,
     arithmetic=flash.arithmetic_of(tiles),
     missing=missing,
+    one_code=one_code,
     summary="FlashAttention-2 in Triton: query tiles in parallel, statistics on chip, a backward of two kernels without atomics.",
 )

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
 
 from impls.call import Call
-from impls.spec import Device
+from impls.spec import DTYPES, SIXTEEN_BIT, Device, Dtype
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -171,6 +171,11 @@ def missing(device: Device) -> str | None:
     if device == "cuda":
         return None if torch.cuda.is_available() else "CUDA: no device"
     return None if INTERPRETED.value else "Triton: not interpreted"
+
+
+def one_code(device: Device) -> tuple[Dtype, ...]:
+    """The dtypes that share tiles and code: the two of 16 bit, and interpreted all three."""
+    return SIXTEEN_BIT if device == "cuda" else DTYPES
 
 
 def padded_dim(dim: int) -> int:

@@ -18,6 +18,7 @@ from tests import running
 from tests.isolation import Diary
 from tests.plugin import ROOT
 
+QUICK = ("-p", "no:cacheprovider", "--assert=plain")  # no assertions are rewritten: checks do not speak by them
 KERNELS = "tests/hostile/kernels.py"
 CALLS = "tests/contract/test_call.py"
 PLAIN, MASKED = "b2 h2 q33 k33 d16 float32", "b1 h1 q33 k33 d16 float32 causal scale0.3"
@@ -105,7 +106,7 @@ def run(folder: Path, kernels: Iterable[str], case: str, checks: str, *options: 
     named = [f"--impl={KERNELS}:{kernel}" for kernel in kernels]
     named = [*named[: len(named) // 2], "--impl=tiled.fa2", f"--impl={KERNELS}:innocent", *named[len(named) // 2 :]]
     command = [sys.executable, "-m", "pytest", checks, *named, f"--case={case}"]
-    command += ["-q", "-n2", "-p", "no:cacheprovider", f"--records={records}", f"--time-limit={TIME_LIMIT}", *options]
+    command += ["-q", "-n2", *QUICK, f"--records={records}", f"--time-limit={TIME_LIMIT}", *options]
     ended = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=300)
     text = ended.stdout + ended.stderr
     assert records.exists(), text
@@ -154,7 +155,7 @@ def test_spawned(tmp_path: Path) -> None:
 def test_of_the_catalogue(tmp_path: Path) -> None:
     """The catalogue's kernels run in pytest-xdist's workers: one that crashes takes its worker with it, and no verdict but its own."""
     records = tmp_path / "records.jsonl"
-    command = [sys.executable, "-m", "pytest", CALLS, "-q", "-n2", "-p", "no:cacheprovider", "-p", "tests.hostile.catalogued", f"--records={records}"]
+    command = [sys.executable, "-m", "pytest", CALLS, "-q", "-n2", *QUICK, "-p", "tests.hostile.catalogued", f"--records={records}"]
     command += ["--impl=crashing", "--impl=tiled.fa2", "--impl=sdpa.math", "--dtype=float32", "-k", "test_answers or test_inputs_stay or test_world_stays"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     text = ended.stdout + ended.stderr
@@ -185,7 +186,7 @@ def attention(query, key, value):
         print(os.getpid(), file=file)
     return innocent(query, key, value)
 """)
-    command = [sys.executable, "-m", "pytest", CALLS, "-q", "-n1", "-p", "no:cacheprovider", f"--records={tmp_path / 'records.jsonl'}"]
+    command = [sys.executable, "-m", "pytest", CALLS, "-q", "-n1", *QUICK, f"--records={tmp_path / 'records.jsonl'}"]
     command += [f"--impl={kernel}:attention", "--dtype=float32", "--device=cpu", "-k", "test_answers or test_inputs_stay or test_world_stays"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert "3 passed" in ended.stdout, ended.stdout + ended.stderr

@@ -39,7 +39,13 @@ def environment(run: str = CPU, **fields: Any) -> Environment:
 
 
 def claim(implementation: str = "triton.fa2", run: str = CPU, **fields: Any) -> Claim:
-    defaults: dict[str, Any] = {"summary": "FlashAttention-2.", "supports": SUPPORTS, "arithmetic": ARITHMETIC, "bare": False}
+    defaults: dict[str, Any] = {
+        "summary": "FlashAttention-2.",
+        "supports": SUPPORTS,
+        "arithmetic": ARITHMETIC,
+        "bare": False,
+        "one_code": {"cuda": ["float16", "bfloat16"]},
+    }
     return Claim(run=run, implementation=implementation, **(defaults | fields))
 
 
