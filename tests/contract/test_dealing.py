@@ -1,13 +1,15 @@
-"""Where dtypes run one code, a run gives each case that only indexing can fail to one of them: none is left out, and nobody else's kernel is spared any."""
+"""What a run has to do, shared out: among dtypes that run one code, of which each case that only indexing can fail needs but one, and among processes."""
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from impls import catalogue
 from impls.spec import DTYPES, Device, Dtype, Implementation
-from tests import grids
+from tests import grids, plugin
 from tests.cases import Case, not_claimed
 from tests.mutants.trial import checks
 
@@ -73,3 +75,12 @@ def test_a_function_as_it_stands_is_given_every_case() -> None:
         raise NotImplementedError
 
     assert not catalogue.of_callable(attention, "mine").one_code("cuda")
+
+
+def test_on_a_gpu_a_short_test_goes_with_each_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest-xdist hands the first tests out in twos."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
+    session = SimpleNamespace(items=list(range(7)))  # the longest first
+    plugin.pytest_collection_finish(session)  # type: ignore[arg-type]
+    assert session.items == [0, 5, 1, 6, 2, 3, 4]
