@@ -328,22 +328,21 @@ def memory(dtype: Dtype, device: Device) -> list[Case]:
 
 # Grids that ask what indexing, masks, layouts and the making of a call get wrong. Of `ordinary` that is so where the numbers are ordinary.
 _OF_INDEXING: tuple[Grid, ...] = (
-    ordinary, masked, bottom_right_pairs, empty_rows, shared_blocks, layouts, addresses, repeated, small, trained, inferred, partly_trained, ordered, batches,
-    allocated,
+    ordinary, masked, bottom_right_pairs, empty_rows, layouts, addresses, repeated, inferred, partly_trained, allocated,
 )  # fmt: skip
 
 
 def dealt(grid: Grid, cases: Sequence[Case], dtype: Dtype, among: Sequence[Dtype]) -> list[Case]:
     """What one of several dtypes is given of a grid's cases, where all of them run one code (`Implementation.one_code`) and are verified in one run.
 
-    A case that only indexing can fail runs in one of them; each other case, of numbers that bring out roundings, in all. Where there are fewer cases than
-    dtypes, cases run more than once rather than a dtype without any.
+    A case that only indexing can fail runs in one of them; each other case, of numbers that bring out roundings, in all. So do all where there are fewer
+    of the former than dtypes.
     """
     if dtype not in among or len(among) == 1 or grid not in _OF_INDEXING:
         return list(cases)
     number = among.index(dtype)
     of_indexing = [case for case in cases if (case.family, case.magnitude, case.shift) == ("normal", 1.0, 0.0)]
-    mine = of_indexing[number :: len(among)] or of_indexing[number % max(len(of_indexing), 1) :][:1]
+    mine = of_indexing[number :: len(among)] if len(of_indexing) >= len(among) else of_indexing
     return [case for case in cases if case in mine or case not in of_indexing]
 
 
