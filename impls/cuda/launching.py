@@ -384,7 +384,7 @@ def _kernel_on_gpu(source: str, kernel: str, constants: tuple[tuple[str, int | s
     def compile_to(path: Path) -> None:
         path.write_bytes(compile_cubin(source, kernel, dict(constants), target)[0])
 
-    place, code = _compiled(".cubin", compile_to, source, kernel, constants, target, sorted(OPTIONS.items()), nvrtc_version())
+    place, code = _compiled(".cubin", compile_to, source, *_key(kernel, constants, target))
     try:
         loaded = ObjectCode.from_cubin(code).get_kernel(kernel)
     except Exception as error:
@@ -412,6 +412,20 @@ def _package_version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "none"
+
+
+def _key(kernel: str, constants: tuple[tuple[str, int | str], ...], target: str) -> tuple[object, ...]:
+    """What a kernel's machine code depends on, beside its sources."""
+    return kernel, constants, target, sorted(OPTIONS.items()), nvrtc_version()
+
+
+def said_of(source: str, kernel: str, constants: tuple[tuple[str, int | str], ...], target: str) -> str:
+    """What the assembler says of a kernel's registers, kept on disk as compiled kernels are. Needs no GPU. Raises CudaError."""
+
+    def compile_to(path: Path) -> None:
+        path.write_text(compile_cubin(source, kernel, dict(constants), target)[1])
+
+    return _compiled(".said", compile_to, source, *_key(kernel, constants, target))[1].decode()
 
 
 def compile_cubin(source: str, kernel: str, constants: Mapping[str, int | str], target: str) -> tuple[bytes, str]:

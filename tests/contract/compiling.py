@@ -2,10 +2,11 @@
 
 Nothing here knows a kernel. The public function of an implementation is called with tensors that have no data, forward and backward, and every launch that it
 would make is compiled instead: exactly the kernels, constants and tile sizes that are shipped. This happens in a process of its own, because Triton
-decides between compiler and interpreter when a kernel is defined: `python -m tests.contract.compiling RUN` reads jobs as JSON and answers with records.
+decides between compiler and interpreter when a kernel is defined: `python -m tests.contract.compiling` reads jobs as JSON and answers with records.
 """
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -22,6 +24,7 @@ from unittest import mock
 import msgspec
 
 from impls import catalogue
+from impls.cuda.launching import cache_folder
 from impls.spec import Dtype
 from reports.record import Resources
 
@@ -47,11 +50,44 @@ class Job:
 
 
 def resources(jobs: Iterable[Job], run: str) -> list[Resources]:
-    """Compiles every kernel of the jobs in a process of its own. Raises RuntimeError with the compiler's words where one does not compile."""
+    """What every kernel of the jobs takes. Raises RuntimeError with the compiler's words where one does not compile.
+
+    Compiling takes minutes, so what was found is kept in the user's cache folder, by job, sources and compiler.
+    """
+    wanted = {job: cache_folder() / f"{_key(job)}.resources" for job in jobs}
+    kept = {job: found for job, place in wanted.items() if (found := _read(place)) is not None}
+    missing = [job for job in wanted if job not in kept]
+    for job, found in zip(missing, _compiled(missing), strict=True):
+        kept[job] = found
+        unfinished = wanted[job].with_suffix(f".{os.getpid()}")
+        unfinished.write_bytes(msgspec.json.encode(found))
+        unfinished.replace(wanted[job])
+    return [msgspec.structs.replace(record, run=run) for job in wanted for record in kept[job]]
+
+
+def _key(job: Job) -> str:
+    """A hash of all that the answer to a job depends on."""
+    sources = sorted([*(ROOT / "impls").rglob("*.py"), Path(__file__)])
+    versions = [metadata.version(package) for package in ("triton", "torch")]
+    return hashlib.sha256(repr((job, versions, [(path.name, path.read_bytes()) for path in sources])).encode()).hexdigest()
+
+
+def _read(place: Path) -> list[Resources] | None:
+    """What was kept, or None where nothing was, or nothing that can be read."""
+    try:
+        return msgspec.json.decode(place.read_bytes(), type=list[Resources])
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _compiled(jobs: list[Job]) -> list[list[Resources]]:
+    """Compiles the kernels of each job, in a process of its own."""
+    if not jobs:
+        return []
     with tempfile.TemporaryDirectory() as cache:  # empty: of a kernel that is found in a cache the compiler says nothing
         environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache, "TRITON_DUMP_PTXAS_LOG": "1"}
         answer = subprocess.run(
-            [sys.executable, "-m", "tests.contract.compiling", run],
+            [sys.executable, "-m", "tests.contract.compiling"],
             input=json.dumps([asdict(job) for job in jobs]),
             env=environment,
             cwd=ROOT,
@@ -61,7 +97,7 @@ def resources(jobs: Iterable[Job], run: str) -> list[Resources]:
         )
     if answer.returncode:
         raise RuntimeError(f"compiling failed\n{answer.stderr}")
-    return msgspec.json.decode(answer.stdout, type=list[Resources])
+    return msgspec.json.decode(answer.stdout, type=list[list[Resources]])
 
 
 # -------------------------------------------------------------------------------------------------------------- inside the process
@@ -70,7 +106,7 @@ def resources(jobs: Iterable[Job], run: str) -> list[Resources]:
 def main() -> None:
     """Jobs from the standard input, records to the standard output."""
     compiler = _Compiler()
-    records = [record for job in json.load(sys.stdin) for record in compiler.resources(Job(**job), sys.argv[1])]
+    records = [list(compiler.resources(Job(**job))) for job in json.load(sys.stdin)]
     sys.stdout.buffer.write(msgspec.json.encode(records))
 
 
@@ -78,7 +114,7 @@ class _Compiler:
     def __init__(self) -> None:
         self.said: dict[str, str] = {}  # what ptxas said of each kernel: it is asked once, however many jobs share it
 
-    def resources(self, job: Job, run: str) -> Iterator[Resources]:
+    def resources(self, job: Job) -> Iterator[Resources]:
         from triton.runtime import driver
 
         driver.set_active(_AbsentGpu(int(job.target.removeprefix("sm_"))))
@@ -89,7 +125,7 @@ class _Compiler:
                 kernel = launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
             said = self.said.setdefault(kernel.hash, log.getvalue())
             yield Resources(
-                run=run,
+                run="",
                 implementation=job.implementation,
                 kernel=kernel.metadata.name,
                 target=job.target,

@@ -15,6 +15,7 @@ from tests.cases import Case
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "b1 h1 q5 k5 d8 float32"
+LAYOUTS_AND_MEANS = "tests/masks/test_masks.py::test_memory_outside_changes_nothing tests/properties/test_exact.py::test_uniform"
 KERNELS = """
 import torch
 
@@ -61,12 +62,12 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(kernels: Path, options: list[str], tests: str = "test_forward or test_backward", records: Path | None = None) -> tuple[int, str]:
+def run(kernels: Path, options: list[str], checks: str = "tests/accuracy tests/gradients", records: Path | None = None) -> tuple[int, str]:
     """The exit status and the output of a verification; names of kernels stand for those of the file."""
     given = [f"{kernels}:{word}" if word.isidentifier() and options[i - 1] == "--impl" else word for i, word in enumerate(options)]
     records = records or kernels.parent / "records.jsonl"
-    quick = ["-q", "-n0", "-p", "no:cacheprovider", "--assert=plain"]
-    command = [sys.executable, "-m", "pytest", *given, *quick, f"--records={records}", "-k", tests]
+    quick = [*checks.split(), "-q", "-n0", "-p", "no:cacheprovider", "--assert=plain"]
+    command = [sys.executable, "-m", "pytest", *given, *quick, f"--records={records}", "-k", "not search and not over"]
     ended = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
     return ended.returncode, ended.stdout + ended.stderr
 
@@ -108,7 +109,7 @@ def test_exit_status(kernels: Path, options: list[str], status: int, words: str)
 def test_dtypes_that_run_one_code_share_the_cases_of_indexing(kernels: Path, tmp_path: Path) -> None:
     """Two of three dtypes run one code here: cases of layouts go to one of them, those of equal weights to both."""
     records = tmp_path / "records.jsonl"
-    code, said = run(kernels, ["--impl", "shared"], "test_memory_outside or test_uniform", records)
+    code, said = run(kernels, ["--impl", "shared"], LAYOUTS_AND_MEANS, records)
     assert code == 0, said
     cases: dict[tuple[str, str], set[Case]] = {}
     for record in read(records):

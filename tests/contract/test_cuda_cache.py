@@ -15,14 +15,19 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 
 from impls import catalogue
 from impls.cuda import launching
 from impls.cuda.launching import CudaError, Launch
+from reports.record import Resources
+from tests.contract import compiling
 
 ROOT = Path(__file__).resolve().parents[2]
+KERNEL = {"implementation": "triton.fa2", "kernel": "forward_kernel", "target": "sm_80", "dtype": "float16", "dim": 64, "causal": True}
+RESOURCES = Resources(run="", **KERNEL, registers=128, spilled_bytes=0, shared_bytes=1024, shipped=True)  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +57,41 @@ def write(text: bytes) -> Callable[[Path], None]:
 def never(path: Path) -> None:
     """A compiler that must not be called."""
     pytest.fail(f"{path} is compiled again")
+
+
+def test_what_the_assembler_said_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again for another target, and after a change of a source."""
+    monkeypatch.setattr(launching, "nvrtc_version", lambda: "13")
+    compile_cubin = mock.Mock(side_effect=lambda *about: (b"code", " ".join(map(str, about))))
+    monkeypatch.setattr(launching, "compile_cubin", compile_cubin)
+    said = [launching.said_of("fa2.cu", "forward", (("DIM", 64),), target) for target in ("sm_80", "sm_80", "sm_90a")]
+    assert said == ["fa2.cu forward {'DIM': 64} sm_80"] * 2 + ["fa2.cu forward {'DIM': 64} sm_90a"]
+    assert compile_cubin.call_count == 2
+    monkeypatch.setattr(launching, "_sources", lambda source: "changed")
+    launching.said_of("fa2.cu", "forward", (("DIM", 64),), "sm_80")
+    assert compile_cubin.call_count == 3
+
+
+def test_what_triton_says_is_asked_for_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same of the Triton kernels' gates."""
+    jobs = [compiling.Job("triton.fa2", target, "float16", 64, causal=True) for target in ("sm_80", "sm_90")]
+
+    def answer(asked: list[compiling.Job]) -> list[list[Resources]]:
+        return [[msgspec.structs.replace(RESOURCES, target=job.target)] for job in asked]
+
+    asked = mock.Mock(side_effect=answer)
+    monkeypatch.setattr(compiling, "_compiled", asked)
+    for run in ("first", "second"):
+        found = compiling.resources(jobs, run)
+        assert [(record.run, record.target) for record in found] == [(run, "sm_80"), (run, "sm_90")]
+    assert [call.args[0] for call in asked.call_args_list] == [jobs, []]
+    for path in folder.glob("*.resources"):
+        path.write_bytes(path.read_bytes()[:-3])
+    compiling.resources(jobs[:1], "damaged")
+    key = compiling._key
+    monkeypatch.setattr(compiling, "_key", lambda job: "changed" + key(job))
+    compiling.resources(jobs[:1], "changed")
+    assert [call.args[0] for call in asked.call_args_list[2:]] == [jobs[:1], jobs[:1]]
 
 
 def test_a_file_is_compiled_once(folder: Path) -> None:

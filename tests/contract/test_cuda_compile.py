@@ -11,10 +11,10 @@ the dtypes, the head dims and the targets, would take an hour. What is compiled 
 - Dropout and strided rows together, which is the most code. With a causal mask, which has more to compare; with a negative scale, which has a sign to turn, and
   none of the zeros that a scale of 0 lets the compiler leave out; in float16 and float32, since bfloat16 fills the registers that float16 does.
 
-So it is a sample of them.
+So it is a sample of them. What the assembler says is kept in the user's cache folder, by all that it depends on, sources and compiler included: where one of
+these has changed, it is asked again.
 """
 
-import functools
 import re
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -73,7 +73,7 @@ def compiled(run: str, launch: Launch, name: str, target: str, dtype: Dtype, dim
 
     An array that registers cannot hold, since it is indexed by a variable, shows as a stack frame and not as a spill. It is as slow, and counts as one.
     """
-    said = _said(launch.source, launch.kernel, tuple({**launch.constants, **others}.items()), target)
+    said = launching.said_of(launch.source, launch.kernel, tuple({**launch.constants, **others}.items()), target)
     return Resources(
         run=run,
         implementation=name,
@@ -87,12 +87,6 @@ def compiled(run: str, launch: Launch, name: str, target: str, dtype: Dtype, dim
         shared_bytes=launch.shared_bytes,
         shipped=not others,
     )
-
-
-@functools.cache
-def _said(source: str, kernel: str, constants: tuple[tuple[str, int | str], ...], target: str) -> str:
-    """What the assembler said. Some kernels do not depend on the mask: they are compiled once."""
-    return launching.compile_cubin(source, kernel, dict(constants), target)[1]
 
 
 def _numbers(pattern: str, said: str) -> list[int]:
@@ -154,7 +148,7 @@ def test_a_call_makes_the_code_that_it_is_to_make(name: str, variant: Variant, c
 def test_code_for_the_architecture_is_the_code_that_runs() -> None:
     """sm_90a, which is compiled here, gives what sm_90 gives, which a GPU is given."""
     for launch in launches(NAMES[0], "float16", 64, True):
-        gated, run = (_said(launch.source, launch.kernel, tuple(launch.constants.items()), target) for target in ("sm_90a", "sm_90"))
+        gated, run = (launching.said_of(launch.source, launch.kernel, tuple(launch.constants.items()), target) for target in ("sm_90a", "sm_90"))
         for pattern in (r"Used (\d+) registers", r"(\d+) bytes stack frame", r"(\d+) bytes spill stores"):
             assert _numbers(pattern, gated) == _numbers(pattern, run)
 
