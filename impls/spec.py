@@ -107,7 +107,7 @@ class Implementation:
     arithmetic: Callable[[Dtype, Device], Arithmetic] = arithmetic_of_flash
     summary: str = ""  # one sentence for the report
     missing: Callable[[Device], str | None] = lambda device: None  # why it cannot run there ("CUDA: no device"), or None
-    # Dtypes whose code is one but for the type of an element, tiles included: what indexing gets wrong in one of them it gets wrong in all. A run of several of
-    # them deals such cases out among them (`tests/grids.py`), and each runs once; a run of one of them has them all.
+    # Dtypes whose code is one but for the type of an element, tiles included. A run of several of them gives each case that asks for nothing but a shape to one
+    # of them (`tests/grids.py`); a run of one has them all. Heeded of the catalogue alone, whose code is known: it is the one claim that no check holds.
     one_code: Callable[[Device], tuple[Dtype, ...]] = lambda device: ()
     bare: bool = False  # a callable taken as it stands: what it refuses with a clear exception is not a failure

@@ -34,7 +34,7 @@ class Claim(msgspec.Struct, tag="claim", kw_only=True, frozen=True):
     supports: dict[str, str | int | float | bool | list[str | int]]  # the fields of impls.spec.Supports
     arithmetic: dict[str, dict[str, str | int | float | None]]  # "float16 on cuda" -> the fields of impls.spec.Arithmetic
     bare: bool
-    one_code: dict[str, list[str]] = {}  # "cuda" -> dtypes among which a run deals the cases that only indexing can fail
+    one_code: dict[str, list[str]] = {}  # "cuda" -> dtypes among which a run deals the cases that ask for nothing but a shape
 
 
 class Element(msgspec.Struct, kw_only=True, frozen=True):

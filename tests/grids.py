@@ -25,16 +25,15 @@ def _lines(text: str, dtype: Dtype) -> list[Case]:
     return list(_parsed(text, dtype))
 
 
-# Shapes, masks, layouts: what a kernel gets wrong by indexing. The lengths leave every remainder of 16 somewhere: a test holds them to it.
+# Shapes, masks, layouts: what a kernel gets wrong by indexing, whatever its numbers. The lengths leave every remainder of 16 somewhere, which a test holds them
+# to.
 _SHAPES = """
 b2 h1 q128 k128 d64
 b1 h1 q257 k257 d64 causal
 b1 h2 q71 k149 d40 causal                  # more keys than queries, top left: the last 78 keys are never seen
-b1 h1 q149 k70 d36 causal                  # more queries than keys: the last 79 rows see every key
 b1 h1 q73 k151 d64 causal-br
 b1 h2 q150 k75 d64 causal-br               # the first 75 rows see no key
 b1 h4/2 q65 k65 d64 causal
-b1 h3/1 q64 k63 d32
 b1 h7/1 q33 k65 d64 causal-br
 b1 h2 q1 k1 d64
 b2 h1 q1 k300 d64 causal-br                # decoding: one query, which sees all
@@ -45,20 +44,15 @@ b2 h1 q127 k129 d16 causal-br
 b1 h1 q63 k64 d72 causal
 b1 h1 q80 k80 d80
 b1 h2 q66 k137 d96 causal transposed
-b1 h1 q129 k127 d128 causal
 b1 h1 q70 k70 d256 causal
 b1 h2/1 q20 k200 d256 transposed           # large heads, and several tiles of keys
 b1 h2 q20 k300 d128
 b1 h4/1 q20 k300 d128 causal-br            # the usual head dim, with the usual group, over several tiles
 b1 h2 q1 k300 d128                         # and its decoding
 b1 h1 q20 k512 d16
-b1 h2 q40 k70 d16 causal-br scale0.3
 b1 h2/1 q150 k40 d16 causal-br             # a group, and rows of all tiles but the last see no key
 b1 h32/1 q16 k20 d16
 b1 h1 q31 k17 d1
-b1 h1 q130 k130 d64 scale0.3
-b1 h1 q74 k74 d64 causal scale-0.2
-b1 h1 q75 k77 d64 causal scale0
 b2 h2 q97 k97 d64 causal transposed
 b2 h2 q65 k81 d32 sliced
 b1 h2 q40 k33 d32 causal columns           # a row's elements are a length apart: keys as their transpose is stored
@@ -66,13 +60,11 @@ b1 h3 q72 k72 d64 expanded
 b2 h2 q20 k40 d32 causal expanded          # with several batch entries, those are one memory, and heads are not
 b2 h2/1 q66 k66 d40 causal transposed
 b2 h2 q65 k65 d64 causal mixed             # key and value, query and dout of one shape, with strides of their own
-b1 h4/2 q70 k130 d40 mixed
 b1 h1 q65 k66 d192 causal
 b1 h1 q3 k1100 d16                         # many tiles of keys, and of queries: few scores, but every loop is long
 b1 h1 q1100 k3 d16 causal
 b2 h2/1 q1 k700 d16                        # decoding: many keys, and groups
 b1 h1 q700 k900 d16 causal                 # both long
-b1 h1 q8 k2300 d16 causal-br               # the end of a long sequence, whose positions float16 does not hold
 b1 h8/2 q33 k40 d32 causal                 # groups of four, and more heads than any power of two below them
 b1 h17 q20 k20 d16
 b5 h13/1 q4 k4 d16 causal                  # more than 64 heads of all batch entries
@@ -80,25 +72,39 @@ b1 h12/1 q3 k40 d16 causal-br              # groups of twelve, and of four
 b1 h20/5 q20 k20 d16 causal
 b1 h1 q20 k192 d16                         # an odd number of whole tiles
 b1 h2/1 q40 k40 d160 causal
-b1 h1 q46 k43 d112 scale0.2
 b1 h2 q40 k40 d33 causal                   # no multiple of a vector
-b1 h2 q45 k46 d200 transposed
-b3 h2/1 q20 k40 d96 dropout0.9
 b1 h1 q300 k20 d16 dropout0.3
-b1 h2 q33 k33 d18 causal scale2.5
-b1 h1 q20 k20 d16 scale20
-b1 h1 q20 k20 d16 causal scale0.004
-b1 h2 q66 k66 d32 scale1.0                 # T5's: not the same as none
-b1 h2 q128 k128 d64 dropout0.15               # 1 / (1 - p) is far from any number of 16 bit
-b1 h6/2 q20 k130 d40 causal-br dropout0.5 transposed
 b1 h1 q150 k150 d16 causal dropout0.3      # several tiles, each with counters of its own
 b1 h4/1 q20 k40 d128 dropout0.3
 b1 h2 q300 k140 d64 blocks0.5
 b2 h2/1 q257 k257 d32 causal blocks0.6 transposed
 b1 h2 q140 k260 d64 causal-br blocks0.3 dropout0.2   # blocks so sparse that whole rows are empty
 b1 h1 q140 k140 d128 blocks0.5
-b1 h1 q20 k4200 d16 blocks0.5              # more blocks than a word has bits
 b1 h1 q1200 k20 d16 blocks0.5
+"""
+
+# What each dtype rounds in its own way: scales, given or the root of a head dim that is no power of two, dropout's gain, and positions that float16 does not
+# hold. Shapes differ here too.
+_SCALES = """
+b1 h1 q149 k70 d36 causal                  # more queries than keys: the last 79 rows see every key
+b1 h3/1 q64 k63 d32
+b1 h1 q129 k127 d128 causal
+b1 h2 q40 k70 d16 causal-br scale0.3
+b1 h1 q130 k130 d64 scale0.3
+b1 h1 q74 k74 d64 causal scale-0.2
+b1 h1 q75 k77 d64 causal scale0
+b1 h4/2 q70 k130 d40 mixed
+b1 h1 q8 k2300 d16 causal-br               # the end of a long sequence, whose positions float16 does not hold
+b1 h1 q46 k43 d112 scale0.2
+b1 h2 q45 k46 d200 transposed
+b3 h2/1 q20 k40 d96 dropout0.9
+b1 h2 q33 k33 d18 causal scale2.5
+b1 h1 q20 k20 d16 scale20
+b1 h1 q20 k20 d16 causal scale0.004
+b1 h2 q66 k66 d32 scale1.0                 # T5's: not the same as none
+b1 h2 q128 k128 d64 dropout0.15               # 1 / (1 - p) is far from any number of 16 bit
+b1 h6/2 q20 k130 d40 causal-br dropout0.5 transposed
+b1 h1 q20 k4200 d16 blocks0.5              # more blocks than a word has bits
 """
 
 # Distributions: what a kernel gets wrong by arithmetic. The length leaves a tail in every tile size.
@@ -143,7 +149,13 @@ b1 h4 q2048 k2048 d64 causal blocks0.2
 
 def ordinary(dtype: Dtype, device: Device) -> list[Case]:
     """Every feature and every family, small; longer ones where a GPU makes them cheap."""
-    return _lines(_SHAPES, dtype) + _lines(_FAMILIES, dtype) + _lines(_FOUND, dtype) + (_lines(_GPU_LENGTHS, dtype) if device == "cuda" else [])
+    return (
+        _lines(_SHAPES, dtype)
+        + _lines(_SCALES, dtype)
+        + _lines(_FAMILIES, dtype)
+        + _lines(_FOUND, dtype)
+        + (_lines(_GPU_LENGTHS, dtype) if device == "cuda" else [])
+    )
 
 
 def lengths(dtype: Dtype, device: Device) -> list[Case]:
@@ -326,24 +338,16 @@ def memory(dtype: Dtype, device: Device) -> list[Case]:
 
 # ------------------------------------------------------------------------------------------------------------------------- dealing
 
-# Grids that ask what indexing, masks, layouts and the making of a call get wrong. Of `ordinary` that is so where the numbers are ordinary.
-_OF_INDEXING: tuple[Grid, ...] = (
-    ordinary, masked, bottom_right_pairs, empty_rows, layouts, addresses, repeated, inferred, partly_trained, allocated,
-)  # fmt: skip
-
 
 def dealt(grid: Grid, cases: Sequence[Case], dtype: Dtype, among: Sequence[Dtype]) -> list[Case]:
     """What one of several dtypes is given of a grid's cases, where all of them run one code (`Implementation.one_code`) and are verified in one run.
 
-    A case that only indexing can fail runs in one of them; each other case, of numbers that bring out roundings, in all. So do all where there are fewer
-    of the former than dtypes.
+    A shape of the ordinary grid runs in one of them, by its place in the list; all else, which rounding may fail too, runs in each.
     """
-    if dtype not in among or len(among) == 1 or grid not in _OF_INDEXING:
+    if grid is not ordinary or len(among) < 2:
         return list(cases)
-    number = among.index(dtype)
-    of_indexing = [case for case in cases if (case.family, case.magnitude, case.shift) == ("normal", 1.0, 0.0)]
-    mine = of_indexing[number :: len(among)] if len(of_indexing) >= len(among) else of_indexing
-    return [case for case in cases if case in mine or case not in of_indexing]
+    place = {case: number for number, case in enumerate(_lines(_SHAPES, dtype))}
+    return [case for case in cases if case not in place or among[place[case] % len(among)] == dtype]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------- search

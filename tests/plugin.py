@@ -210,14 +210,14 @@ class State:
         if about not in self.claimed:
             grid = [self.case] if self.case else marker.kwargs["grid"](target.dtype, target.device)
             claimed = [case for case in grid if not_claimed(case, target.implementation.supports) is None]
-            self.claimed[about] = grids.dealt(marker.kwargs["grid"], claimed, target.dtype, self.sharing(target))
+            self.claimed[about] = grids.dealt(marker.kwargs["grid"], claimed, target.dtype, self._sharing(target))
         return list(self.claimed[about])
 
-    def sharing(self, target: Target) -> list[Dtype]:
-        """The dtypes of this run whose code is that of the target, its own among them."""
-        alike = target.implementation.one_code(target.device) if target.implementation else ()
-        verified = [each.dtype for each in self.targets if (each.name, each.device) == (target.name, target.device)]
-        return [dtype for dtype in verified if dtype in alike] if target.dtype in alike else [target.dtype]
+    def _sharing(self, target: Target) -> list[Dtype]:
+        """The dtypes of this run whose code is that of the target. None share where tests are chosen by name, which may leave out a dtype's share."""
+        chosen = self.config.getoption("keyword") or any("::" in str(word) for word in self.config.args)
+        alike = target.implementation.one_code(target.device) if target.implementation and not chosen else ()
+        return [dtype for dtype in self.dtypes if dtype in alike] if target.dtype in alike else []
 
     def record(self, record: Record) -> None:
         """Appends a record, behind the environment that the run's file begins with."""
@@ -257,7 +257,8 @@ def _parsed_case(line: str | None) -> Case | None:
 def _loaded(name: str, *, asked_for: bool) -> tuple[Implementation | None, str | None]:
     """The implementation, or why there is none: an optional backend that is absent. An error of what was named on the command line is one."""
     try:
-        return replace(catalogue.load(name), name=name), None  # the run knows it by the name that loads it again
+        implementation = replace(catalogue.load(name), name=name)  # the run knows it by the name that loads it again
+        return (replace(implementation, one_code=lambda device: ()) if ":" in name else implementation), None
     except ImportError as error:
         if asked_for and ":" in name:
             raise
@@ -329,7 +330,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """On a GPU the longest come first. pytest-xdist gives each worker two to begin with, and takes none back: a short one goes with each long one."""
-    items, workers = session.items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
+    items, workers = session.items, getattr(session.config, "workerinput", {}).get("workercount", 0)
     if torch.cuda.is_available() and 0 < 2 * workers <= len(items):
         rest = len(items) - workers
         pairs = zip(items[:workers], items[rest:], strict=True)
@@ -345,8 +346,9 @@ def _target(item: pytest.Item) -> Target | None:
 def _weight(state: State, item: pytest.Item) -> tuple[str, int, str, int]:
     target, marker = _target(item), item.get_closest_marker("check")
     if target is None or marker is None:
-        # Tests of the suite itself come first; on a GPU, where they are short, last, but for those that wait for kernels that hang.
-        return "last" if torch.cuda.is_available() and item.path.parent.name != "hostile" else "", 0, "", 0
+        # Tests of the suite itself come first. Those that need a GPU are short and come last, but for those that wait for kernels that hang.
+        is_short = item.get_closest_marker("gpu") is not None and item.path.parent.name != "hostile"
+        return "last" if is_short else "", 0, "", 0
     passes = 2 if "backward" in marker.kwargs.get("claims", ()) else 1
     neighbours = target.device == "cpu" and not state.hosts
     cases = len(state.cases(marker, target))
@@ -390,7 +392,6 @@ def subject(request: pytest.FixtureRequest) -> Subject:
         run=state.run,
         emit=lambda record: _attach(request.node, record),
         defect=defect,
-        sharing=state.sharing(target),
     )
 
 

@@ -4,7 +4,6 @@
 Ctrl-C then ends all searches, in every process of the run, with what they have found; the second breaks off.
 """
 
-import math
 import re
 import signal
 import tempfile
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 
 EXAMPLES = 10  # per search, implementation and dtype; the interpreter takes about a second for each
@@ -90,12 +88,11 @@ def search(test: Test) -> Test:
 
 
 class Search:
-    """One search: as many runs of Hypothesis as its budget allows. The usual one may be shared: by so many dtypes, of which this is the one of that number."""
+    """One search: as many runs of Hypothesis as its budget allows."""
 
-    def __init__(self, shared_by: int = 1, number: int = 0) -> None:
-        budget = _asked or Budget(examples=THOROUGH_EXAMPLES if is_thorough() else math.ceil(EXAMPLES / shared_by))
+    def __init__(self) -> None:
+        budget = _asked or Budget(examples=THOROUGH_EXAMPLES if is_thorough() else EXAMPLES)
         self.examples = budget.examples
-        self.number = number
         self.deadline = None if budget.seconds is None else time.monotonic() + budget.seconds
 
     @property
@@ -109,7 +106,7 @@ class Search:
         Deadlines are off, since a first call may compile a kernel. No database: an example of one kernel would be replayed on the next; what is found is
         pinned as a line of a grid.
         """
-        decorate = settings(
+        return settings(
             max_examples=self.examples or ROUND,
             derandomize=not is_thorough(),
             deadline=None,
@@ -117,9 +114,7 @@ class Search:
             print_blob=False,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
             phases=PHASES,
-        )
-        # Without a seed a search that is no new one each time draws what every other draws.
-        return decorate(hypothesis.seed(self.number)(test) if self.number and not is_thorough() else test)
+        )(test)
 
     def runs(self) -> Iterator[None]:
         """As many runs as the budget allows: one, or one after the other until the time is over."""

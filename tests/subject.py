@@ -44,7 +44,6 @@ class Subject:
     run: str
     emit: Callable[[Record], None]
     defect: dict[str, str] | None = None  # the entry of known_defects.toml for this check here
-    sharing: Sequence[Dtype] = ()  # dtypes of the run that run one code with this one, itself included: each searches its share, which is another
     failures: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     judged: int = 0
@@ -185,7 +184,7 @@ class Subject:
         """Lets Hypothesis look for a case that fails, climbing on each tensor's rho, and shrinks what it finds. Only the worst case is recorded."""
         worst: tuple[float, list[Judged], Case, float] | None = None
         failed: list[tuple[list[Judged], Case, float, str]] = []
-        search, tried = profiles.Search(len(self.sharing) or 1, self.sharing.index(self.dtype) if self.sharing else 0), 0
+        search, tried = profiles.Search(), 0
 
         def attempt(case: Case) -> None:
             nonlocal worst, tried

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from impls.call import BLOCK
-from impls.spec import SIXTEEN_BIT, Alignment, Device, Implementation, Supports
+from impls.spec import Alignment, Device, Implementation, Supports
 
 
 @cache
@@ -71,6 +71,5 @@ implementation = Implementation(
     supports=Supports(dtypes=("float16", "bfloat16"), devices=("cuda",), causal=("top_left",), block_mask=True, lse=True, dims=(64, 128), dim_multiple=64),
     summary="PyTorch's FlexAttention, compiled for the mask; claimed for 16 bit, usual head dims and block masks only.",
     missing=missing,
-    one_code=lambda device: SIXTEEN_BIT,
     bare=True,
 )

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from impls.call import BLOCK, Call, check_call
-from impls.spec import DTYPES, OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
+from impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
 from impls.tiled.primitives import as_operand, deltas, dropped, finite, hidden, ieee_products, on_chip, only, oriented, recomputed, tiles, visible
 
 
@@ -157,6 +157,5 @@ implementation = Implementation(
     attention=attention,
     supports=replace(OWN_KERNELS, block_mask=True),
     arithmetic=arithmetic,
-    one_code=lambda device: DTYPES,
     summary="FlashAttention-2 over a block mask in plain PyTorch: empty blocks are skipped, partial ones masked.",
 )

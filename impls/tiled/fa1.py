@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from impls.call import Call, check_call
-from impls.spec import DTYPES, OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
+from impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
 from impls.tiled.primitives import as_operand, dropped, finite, hidden, ieee_products, on_chip, only, oriented, tiles, visible
 
 ON_CHIP = 32 * 1024  # M: float32 numbers in 128 KiB, the shared memory of one multiprocessor
@@ -159,6 +159,5 @@ implementation = Implementation(
     attention=attention,
     supports=OWN_KERNELS,
     arithmetic=arithmetic,
-    one_code=lambda device: DTYPES,
     summary="FlashAttention-1 in plain PyTorch: key tiles outside, the output rescaled at each step.",
 )

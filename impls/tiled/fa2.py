@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from impls.call import Call, check_call
-from impls.spec import DTYPES, OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
+from impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
 from impls.tiled.primitives import as_operand, deltas, dropped, finite, hidden, ieee_products, on_chip, only, oriented, recomputed, tiles, visible
 
 QUERY_TILE = 128
@@ -149,6 +149,5 @@ implementation = Implementation(
     attention=attention,
     supports=OWN_KERNELS,
     arithmetic=arithmetic,
-    one_code=lambda device: DTYPES,
     summary="FlashAttention-2 in plain PyTorch: query tiles outside, one division at the end.",
 )

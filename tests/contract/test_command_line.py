@@ -4,18 +4,12 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from impls.spec import DTYPES
-from reports.record import Judgement, read
-from tests.cases import Case
-
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "b1 h1 q5 k5 d8 float32"
-LAYOUTS_AND_MEANS = "tests/masks/test_masks.py::test_memory_outside_changes_nothing tests/properties/test_exact.py::test_uniform"
 KERNELS = """
 import torch
 
@@ -50,7 +44,6 @@ def value_by_strides_of_key(query, key, value):
 
 
 half = Implementation(name="half", attention=right, supports=Supports(dtypes=("float16",)))
-shared = Implementation(name="shared", attention=right, supports=Supports(cross_lengths=True, strided=True), one_code=lambda device: ("float16", "bfloat16"))
 """
 
 
@@ -62,11 +55,11 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(kernels: Path, options: list[str], checks: str = "tests/accuracy tests/gradients", records: Path | None = None) -> tuple[int, str]:
+def run(kernels: Path, options: list[str]) -> tuple[int, str]:
     """The exit status and the output of a verification; names of kernels stand for those of the file."""
     given = [f"{kernels}:{word}" if word.isidentifier() and options[i - 1] == "--impl" else word for i, word in enumerate(options)]
-    records = records or kernels.parent / "records.jsonl"
-    quick = [*checks.split(), "-q", "-n0", "-p", "no:cacheprovider", "--assert=plain"]
+    records = kernels.parent / "records.jsonl"
+    quick = ["tests/accuracy", "tests/gradients", "-q", "-n0", "-p", "no:cacheprovider", "--assert=plain"]
     command = [sys.executable, "-m", "pytest", *given, *quick, f"--records={records}", "-k", "not search and not over"]
     ended = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
     return ended.returncode, ended.stdout + ended.stderr
@@ -104,18 +97,3 @@ def test_exit_status(kernels: Path, options: list[str], status: int, words: str)
     code, said = run(kernels, options)
     assert code == status, said
     assert re.search(words, said), said
-
-
-def test_dtypes_that_run_one_code_share_the_cases_of_indexing(kernels: Path, tmp_path: Path) -> None:
-    """Two of three dtypes run one code here: cases of layouts go to one of them, those of equal weights to both."""
-    records = tmp_path / "records.jsonl"
-    code, said = run(kernels, ["--impl", "shared"], LAYOUTS_AND_MEANS, records)
-    assert code == 0, said
-    cases: dict[tuple[str, str], set[Case]] = {}
-    for record in read(records):
-        if isinstance(record, Judgement):
-            cases.setdefault((record.check, record.dtype), set()).add(replace(Case.parse(record.case), dtype="float32"))
-    layouts, equal = ({dtype: cases[check, dtype] for dtype in DTYPES} for check in ("masks/memory_outside_changes_nothing", "properties/uniform"))
-    assert layouts["float16"] | layouts["bfloat16"] == layouts["float32"]
-    assert not layouts["float16"] & layouts["bfloat16"]
-    assert equal["float16"] == equal["bfloat16"] == equal["float32"]
