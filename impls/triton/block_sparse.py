@@ -24,7 +24,7 @@ from impls.call import BLOCK, Call, check_call
 from impls.spec import OWN_KERNELS, Alignment, Implementation
 from impls.triton import flash
 from impls.triton.flash import Loop, Tile, Tiles
-from impls.triton.primitives import INFINITY, INTERPRETED, device_function, head_of, kernel, load_rows, missing, one_code, place, store_rows, times_sign
+from impls.triton.primitives import INFINITY, INTERPRETED, device_function, head_of, kernel, load_rows, missing, one_code, place, store_rows, times_sign, wide
 from impls.triton.steps import attend, attended, gradients_of_keys, gradients_of_queries
 
 SIDE = tl.constexpr(BLOCK)  # of a block: 128 queries by 128 keys
@@ -102,7 +102,7 @@ def list_arguments(lists: Tensor) -> dict[str, Any]:
 @device_function
 def list_at(lists, strides, batch, head, row, LENGTH: tl.constexpr):
     """The list of the row of blocks in which row `row` of the tensor lies: where it starts, and its steps of LENGTH in whole blocks and in all."""
-    counts = lists + tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1] + tl.cast(row // SIDE, tl.int64) * strides[2]
+    counts = lists + (wide(batch) * strides[0] + wide(head) * strides[1] + wide(row // SIDE) * strides[2])
     return counts + 2, tl.load(counts) * (SIDE // LENGTH), tl.load(counts + 1) * (SIDE // LENGTH)
 
 
@@ -151,7 +151,7 @@ def forward_kernel(
         )  # fmt: skip
 
     o, row_lse = attended(accumulator, maximum, total, magnitude, kept_scale)
-    lse += (batch.to(tl.int64) * heads + head) * queries
+    lse += (wide(batch) * heads + head) * queries
     tl.store(lse + query_at, row_lse, mask=query_at < queries)
     store_rows(out, out_strides, o, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)
 
@@ -180,7 +180,7 @@ def dkey_dvalue_kernel(
         head = kv_head * groups + member
         q_head = head_of(query, query_strides, batch, head, QUERIES, PADDED_DIM, WIDE, UNIT)
         do_head = head_of(dout, dout_strides, batch, head, QUERIES, PADDED_DIM, WIDE, UNIT)
-        first_row = (batch.to(tl.int64) * (kv_heads * groups) + head) * queries
+        first_row = (wide(batch) * (kv_heads * groups) + head) * queries
         blocks, full, end = list_at(lists, lists_strides, batch, head, first_key, QUERIES)
         for step in tl.range(0, full):
             first_query = tile_of_list(blocks, step, QUERIES)
@@ -214,7 +214,7 @@ def dquery_kernel(
     value = head_of(value, value_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
     q = load_rows(query, query_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)  # [QUERIES, PADDED_DIM]
     do = load_rows(dout, dout_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)
-    first_row = (batch.to(tl.int64) * heads + head) * queries
+    first_row = (wide(batch) * heads + head) * queries
     row_lse = tl.load(lse + first_row + query_at, mask=query_at < queries, other=INFINITY)
     row_delta = tl.load(delta + first_row + query_at, mask=query_at < queries, other=0.0)
 

@@ -47,7 +47,9 @@ from impls.triton.primitives import (
     padded_dim,
     rounded,
     store_tile,
+    this_program,
     tile_at,
+    wide,
     with_strides,
 )
 
@@ -104,9 +106,9 @@ def forward_kernel(
     QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 1 for one batch and query head."""
-    program = tl.program_id(0)  # batch * heads + head
+    program = this_program()  # batch * heads + head
     batch, head = program // heads, program % heads
-    first_row = program.to(tl.int64) * queries
+    first_row = wide(program) * queries
     out += first_row * DIM
     row_max += first_row
     row_sum += first_row
@@ -171,10 +173,10 @@ def backward_kernel(
     QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 4 for one batch and key head."""
-    program = tl.program_id(0)  # batch * kv_heads + kv_head
+    program = this_program()  # batch * kv_heads + kv_head
     batch, kv_head = program // kv_heads, program % kv_heads
-    dkey += program.to(tl.int64) * keys * DIM
-    dvalue += program.to(tl.int64) * keys * DIM
+    dkey += wide(program) * keys * DIM
+    dvalue += wide(program) * keys * DIM
 
     for first_key in range(0, keys, KEY_TILE):
         columns = first_key + tl.arange(0, KEY_TILE)
@@ -190,7 +192,7 @@ def backward_kernel(
             first_seeing = tl.maximum(first_key - offset, 0) // QUERY_TILE * QUERY_TILE
         for member in range(groups):  # the query heads that share this key head
             head = kv_head * groups + member
-            first_row = (program.to(tl.int64) * groups + member) * queries
+            first_row = (wide(program) * groups + member) * queries
             for first_query in range(first_seeing, queries, QUERY_TILE):
                 rows = first_query + tl.arange(0, QUERY_TILE)
                 q_tile = tile_at(query, query_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE, UNIT)

@@ -26,7 +26,7 @@ from impls.call import Call, check_call
 from impls.spec import OWN_KERNELS, Alignment, Implementation
 from impls.triton import flash
 from impls.triton.flash import Loop, Tile, Tiles
-from impls.triton.primitives import INFINITY, INTERPRETED, device_function, head_of, kernel, load_rows, missing, one_code, place, store_rows, times_sign
+from impls.triton.primitives import INFINITY, INTERPRETED, device_function, head_of, kernel, load_rows, missing, one_code, place, store_rows, times_sign, wide
 from impls.triton.steps import attend, attended, gradients_of_keys, gradients_of_queries
 
 # ------------------------------------------------------------------------------------------------------------------------------ tiles
@@ -95,7 +95,7 @@ def forward_kernel(
         )  # fmt: skip
 
     o, row_lse = attended(accumulator, maximum, total, magnitude, kept_scale)
-    lse += (batch.to(tl.int64) * heads + head) * queries
+    lse += (wide(batch) * heads + head) * queries
     tl.store(lse + query_at, row_lse, mask=query_at < queries)
     store_rows(out, out_strides, o, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)
 
@@ -136,7 +136,7 @@ def dkey_dvalue_kernel(
         head = kv_head * groups + member
         q_head = head_of(query, query_strides, batch, head, QUERIES, PADDED_DIM, WIDE, UNIT)
         do_head = head_of(dout, dout_strides, batch, head, QUERIES, PADDED_DIM, WIDE, UNIT)
-        first_row = (batch.to(tl.int64) * (kv_heads * groups) + head) * queries
+        first_row = (wide(batch) * (kv_heads * groups) + head) * queries
         for first_query in tl.range(full, full_end, QUERIES):
             dk, dv = gradients_of_keys(
                 dk, dv, k, v, key_at, q_head, do_head, lse + first_row, delta + first_row, first_query, queries, offset,
@@ -168,7 +168,7 @@ def dquery_kernel(
     value = head_of(value, value_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
     q = load_rows(query, query_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)  # [QUERIES, PADDED_DIM]
     do = load_rows(dout, dout_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)
-    first_row = (batch.to(tl.int64) * heads + head) * queries
+    first_row = (wide(batch) * heads + head) * queries
     row_lse = tl.load(lse + first_row + query_at, mask=query_at < queries, other=INFINITY)
     row_delta = tl.load(delta + first_row + query_at, mask=query_at < queries, other=0.0)
 

@@ -21,10 +21,14 @@ from triton.runtime.interpreter import interpreter_builder
 
 from impls.call import Call
 from impls.spec import DTYPES, SIXTEEN_BIT, Device, Dtype
+from impls.triton.interpreting import keep_descriptions
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2_E = tl.constexpr(math.log2(math.e))
 INFINITY = tl.constexpr(math.inf)
+
+if INTERPRETED.value:
+    keep_descriptions()
 
 
 def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,13 +38,21 @@ def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # Arguments whose values a kernel is not compiled for. Triton would compile again for a size of 1 and for one that 16 divides, and no load gets wider by it:
 # how tensors are aligned is said by UNIT, of their strides.
-_SIZES = ("heads", "kv_heads", "groups", "queries", "keys", "offset", "seed", "last_dropped")
+_PLACES = ("heads", "kv_heads", "groups", "queries", "keys", "offset")
+_SIZES = (*_PLACES, "seed", "last_dropped")
 _STRIDES = tuple(f"{name}_strides" for name in ("query", "key", "value", "out", "dout", "dquery", "dkey", "dvalue", "lists"))
 
 
 def kernel(function: Callable[..., Any], *, and_for: tuple[str, ...] = ()) -> Any:
-    """Marks a kernel. It is compiled for its constants, its dtypes and strides of 1, not for each kind of length; `and_for`: sizes that it is compiled for."""
-    return triton.jit(function, do_not_specialize=[size for size in _SIZES if size not in and_for], do_not_specialize_on_alignment=_STRIDES)
+    """Marks a kernel. It is compiled for its constants, its dtypes and strides of 1, not for each kind of length; `and_for`: sizes that it is compiled for.
+
+    Interpreted, sizes and strides stay plain numbers, as constants do: of any other number the interpreter makes an array, and of every sum of two a call.
+    """
+    unlike = [size for size in _SIZES if size not in and_for]
+    compiled = triton.jit(function, do_not_specialize=unlike, do_not_specialize_on_alignment=_STRIDES)
+    if INTERPRETED.value:
+        compiled.rewrite().__annotations__.update(dict.fromkeys((*_PLACES, *_STRIDES), tl.constexpr))
+    return compiled
 
 
 @device_function
@@ -70,10 +82,23 @@ def times_sign(x, SIGN: tl.constexpr):
 
 
 @device_function
+def this_program():
+    """Which program of the launch this is. Interpreted it is a plain number, as sizes and strides are, and so is all that follows from them alone."""
+    program = tl.program_id(0)
+    return program.__index__() if INTERPRETED else program
+
+
+@device_function
+def wide(number):
+    """A scalar of 64 bits. Interpreted, numbers have all the bits they need."""
+    return number if INTERPRETED else tl.cast(number, tl.int64)
+
+
+@device_function
 def place(rows, heads, LENGTH: tl.constexpr, LAST_FIRST: tl.constexpr):
     """Where this program works: the first row of its tile of LENGTH rows, its head and its batch. LAST_FIRST: the last tile of a head is taken first."""
     tiles = (rows + LENGTH - 1) // LENGTH
-    program = tl.program_id(0)
+    program = this_program()
     tile = program % tiles
     if LAST_FIRST:
         tile = tiles - 1 - tile
@@ -86,13 +111,13 @@ def head_of(pointer, strides, batch, head, LENGTH: tl.constexpr, PADDED_DIM: tl.
 
     The tile that starts at row r is at start + r stride + offsets. The first two terms have 64 bits, the offsets 32 unless WIDE: they cost registers.
     """
-    start = pointer + tl.cast(batch, tl.int64) * (strides[0] * UNIT) + tl.cast(head, tl.int64) * (strides[1] * UNIT)
+    start = pointer + (wide(batch) * (strides[0] * UNIT) + wide(head) * (strides[1] * UNIT))
     row = tl.arange(0, LENGTH)[:, None]
     column = tl.arange(0, PADDED_DIM)[None, :]
     if WIDE:
         row = row.to(tl.int64)
         column = column.to(tl.int64)
-    return start, row * (strides[2] * UNIT) + column * strides[3], tl.cast(strides[2] * UNIT, tl.int64)
+    return start, row * (strides[2] * UNIT) + column * strides[3], wide(strides[2] * UNIT)
 
 
 @device_function

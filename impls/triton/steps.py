@@ -11,7 +11,7 @@ large they are; 2^(s c - m c), which a compiler may fuse into an fma, leaves a r
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 import triton.language as tl
 
-from impls.triton.primitives import INFINITY, LOG2_E, device_function, dot, kept, kernel, load_rows, load_tile, place, rounded, tile_of
+from impls.triton.primitives import INFINITY, LOG2_E, device_function, dot, kept, kernel, load_rows, load_tile, place, rounded, tile_of, wide
 
 # ---------------------------------------------------------------------------------------------------------------------------- forward
 
@@ -70,7 +70,7 @@ def delta_kernel(
     query_at = first_query + tl.arange(0, QUERIES)
     o = load_rows(out, out_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT).to(tl.float32)
     do = load_rows(dout, dout_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT).to(tl.float32)
-    delta += (batch.to(tl.int64) * heads + head) * queries
+    delta += (wide(batch) * heads + head) * queries
     tl.store(delta + query_at, tl.sum(o * do, 1), mask=query_at < queries)
 
 
