@@ -350,6 +350,15 @@ def dealt(grid: Grid, cases: Sequence[Case], dtype: Dtype, among: Sequence[Dtype
     return [case for case in cases if case not in place or among[place[case] % len(among)] == dtype]
 
 
+def turned(grid: Grid, cases: Sequence[Case], turn: int) -> list[Case]:
+    """The cases in the order in which one of several implementations takes them: of the ordinary grid each begins elsewhere, the first at its beginning.
+
+    Processes that verify them side by side then enclose different cases, and find what the others have enclosed.
+    """
+    start = round(len(cases) * (turn * 0.618 % 1)) if grid is ordinary else 0  # by the golden ratio: however many there are, they begin far apart
+    return [*cases[start:], *cases[:start]]
+
+
 # ---------------------------------------------------------------------------------------------------------------------------- search
 
 _EDGES = [edge + step for edge in (16, 32, 64, 128) for step in (-1, 0, 1)]

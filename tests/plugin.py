@@ -210,7 +210,9 @@ class State:
         if about not in self.claimed:
             grid = [self.case] if self.case else marker.kwargs["grid"](target.dtype, target.device)
             claimed = [case for case in grid if not_claimed(case, target.implementation.supports) is None]
-            self.claimed[about] = grids.dealt(marker.kwargs["grid"], claimed, target.dtype, self._sharing(target))
+            names = list(dict.fromkeys(other.name for other in self.targets))
+            dealt = grids.dealt(marker.kwargs["grid"], claimed, target.dtype, self._sharing(target))
+            self.claimed[about] = grids.turned(marker.kwargs["grid"], dealt, names.index(target.name))
         return list(self.claimed[about])
 
     def _sharing(self, target: Target) -> list[Dtype]:

@@ -296,14 +296,18 @@ def cache_folder() -> Path:
         return folder
 
 
+def _name(source: str, *key: object) -> str:
+    """The name of what is compiled: a hash of all that it depends on."""
+    return hashlib.sha256("\0".join(map(str, (source, _sources(source), *key))).encode()).hexdigest()[:32]
+
+
 def _compiled(suffix: str, compile_to: Callable[[Path], None], source: str, *key: object) -> tuple[Path, bytes]:
     """A compiled file, from the disk or from `compile_to`: its place, and what is in it without the hash at its end. A damaged one is compiled anew.
 
     Processes wait for one another, and no one sees a file that is half written. Raises CudaError where none can be kept.
     """
-    name = hashlib.sha256("\0".join(map(str, (source, _sources(source), *key))).encode()).hexdigest()[:32]
     try:
-        place = cache_folder() / f"{name}{suffix}"
+        place = cache_folder() / f"{_name(source, *key)}{suffix}"
         if code := _whole(place):
             return place, code
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -417,6 +421,11 @@ def _package_version(package: str) -> str:
 def _key(kernel: str, constants: tuple[tuple[str, int | str], ...], target: str) -> tuple[object, ...]:
     """What a kernel's machine code depends on, beside its sources."""
     return kernel, constants, target, sorted(OPTIONS.items()), nvrtc_version()
+
+
+def identity(source: str, kernel: str, constants: tuple[tuple[str, int | str], ...], target: str) -> str:
+    """A hash, in hexadecimal digits, of all that a kernel's machine code depends on: sources, constants, options, target, compiler."""
+    return _name(source, *_key(kernel, constants, target))
 
 
 def said_of(source: str, kernel: str, constants: tuple[tuple[str, int | str], ...], target: str) -> str:

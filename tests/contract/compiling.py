@@ -27,6 +27,7 @@ from impls import catalogue
 from impls.cuda.launching import cache_folder
 from impls.spec import Dtype
 from reports.record import Resources
+from tests.contract import said
 
 if TYPE_CHECKING:
     from impls.triton.primitives import Launch
@@ -52,32 +53,40 @@ class Job:
 def resources(jobs: Iterable[Job], run: str) -> list[Resources]:
     """What every kernel of the jobs takes. Raises RuntimeError with the compiler's words where one does not compile.
 
-    Compiling takes minutes, so what was found is kept in the user's cache folder, by job, sources and compiler.
+    Compiling takes minutes, so what was found is kept, in the repository (`said.py`) and in the user's cache folder, by job, sources and compiler.
     """
-    wanted = {job: cache_folder() / f"{_key(job)}.resources" for job in jobs}
-    kept = {job: found for job, place in wanted.items() if (found := _read(place)) is not None}
-    missing = [job for job in wanted if job not in kept]
+    keys = {job: _key(job) for job in jobs}
+    words = {job: kept for job, key in keys.items() if (kept := said.recall(key) or _cached(key)) is not None}
+    missing = [job for job in keys if job not in words]
     for job, found in zip(missing, _compiled(missing), strict=True):
-        kept[job] = found
-        unfinished = wanted[job].with_suffix(f".{os.getpid()}")
-        unfinished.write_bytes(msgspec.json.encode(found))
-        unfinished.replace(wanted[job])
-    return [msgspec.structs.replace(record, run=run) for job in wanted for record in kept[job]]
+        words[job] = msgspec.json.encode(found).decode()
+        unfinished = _place(keys[job]).with_suffix(f".{os.getpid()}")
+        unfinished.write_text(words[job])
+        unfinished.replace(_place(keys[job]))
+    for job, answer in words.items():
+        said.hold(keys[job], answer)
+    return [msgspec.structs.replace(record, run=run) for job in keys for record in msgspec.json.decode(words[job], type=list[Resources])]
 
 
 def _key(job: Job) -> str:
     """A hash of all that the answer to a job depends on."""
-    sources = sorted([*(ROOT / "impls").rglob("*.py"), Path(__file__)])
-    versions = [metadata.version(package) for package in ("triton", "torch")]
+    sources = sorted([*(ROOT / "impls").glob("*.py"), *(ROOT / "impls" / "triton").glob("*.py"), Path(__file__)])
+    versions = [metadata.version(package).partition("+")[0] for package in ("triton", "torch")]  # whatever GPU or none torch was built for
     return hashlib.sha256(repr((job, versions, [(path.name, path.read_bytes()) for path in sources])).encode()).hexdigest()
 
 
-def _read(place: Path) -> list[Resources] | None:
-    """What was kept, or None where nothing was, or nothing that can be read."""
+def _place(key: str) -> Path:
+    return cache_folder() / f"{key}.resources"
+
+
+def _cached(key: str) -> str | None:
+    """What is kept in the user's cache folder, or None where nothing is, or nothing that can be read."""
     try:
-        return msgspec.json.decode(place.read_bytes(), type=list[Resources])
+        words = _place(key).read_text()
+        msgspec.json.decode(words, type=list[Resources])
     except (OSError, msgspec.DecodeError):
         return None
+    return words
 
 
 def _compiled(jobs: list[Job]) -> list[list[Resources]]:
@@ -112,7 +121,7 @@ def main() -> None:
 
 class _Compiler:
     def __init__(self) -> None:
-        self.said: dict[str, str] = {}  # what ptxas said of each kernel: it is asked once, however many jobs share it
+        self.logs: dict[str, str] = {}  # what ptxas said of each kernel: it is asked once, however many jobs share it
 
     def resources(self, job: Job) -> Iterator[Resources]:
         from triton.runtime import driver
@@ -120,10 +129,10 @@ class _Compiler:
         driver.set_active(_AbsentGpu(int(job.target.removeprefix("sm_"))))
         for shipped in _launches(job):
             launch = replace(shipped, max_registers=job.max_registers or shipped.max_registers)
-            log = io.StringIO()
-            with contextlib.redirect_stdout(log):
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
                 kernel = launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
-            said = self.said.setdefault(kernel.hash, log.getvalue())
+            log = self.logs.setdefault(kernel.hash, printed.getvalue())
             yield Resources(
                 run="",
                 implementation=job.implementation,
@@ -132,8 +141,8 @@ class _Compiler:
                 dtype=job.dtype,
                 dim=job.dim,
                 causal=job.causal,
-                registers=max(_numbers(r"Used (\d+) registers", said)),
-                spilled_bytes=sum(_numbers(r"(\d+) bytes spill stores", said)),
+                registers=max(_numbers(r"Used (\d+) registers", log)),
+                spilled_bytes=sum(_numbers(r"(\d+) bytes spill stores", log)),
                 shared_bytes=kernel.metadata.shared,
                 shipped=job.max_registers is None,
             )
@@ -155,10 +164,10 @@ def _launches(job: Job) -> "list[Launch]":
     return launches
 
 
-def _numbers(pattern: str, said: str) -> list[int]:
-    found = [int(number) for number in re.findall(pattern, said)]
+def _numbers(pattern: str, log: str) -> list[int]:
+    found = [int(number) for number in re.findall(pattern, log)]
     if not found:
-        raise RuntimeError(f"ptxas did not say {pattern!r}, but {said!r}")
+        raise RuntimeError(f"ptxas did not say {pattern!r}, but {log!r}")
     return found
 
 

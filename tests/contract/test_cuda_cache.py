@@ -23,7 +23,7 @@ from impls import catalogue
 from impls.cuda import launching
 from impls.cuda.launching import CudaError, Launch
 from reports.record import Resources
-from tests.contract import compiling
+from tests.contract import compiling, said
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL = {"implementation": "triton.fa2", "kernel": "forward_kernel", "target": "sm_80", "dtype": "float16", "dim": 64, "causal": True}
@@ -81,6 +81,7 @@ def test_what_triton_says_is_asked_for_once(folder: Path, monkeypatch: pytest.Mo
 
     asked = mock.Mock(side_effect=answer)
     monkeypatch.setattr(compiling, "_compiled", asked)
+    monkeypatch.setattr(said, "PLACE", folder / "nothing is kept")
     for run in ("first", "second"):
         found = compiling.resources(jobs, run)
         assert [(record.run, record.target) for record in found] == [(run, "sm_80"), (run, "sm_90")]
@@ -89,7 +90,7 @@ def test_what_triton_says_is_asked_for_once(folder: Path, monkeypatch: pytest.Mo
         path.write_bytes(path.read_bytes()[:-3])
     compiling.resources(jobs[:1], "damaged")
     key = compiling._key
-    monkeypatch.setattr(compiling, "_key", lambda job: "changed" + key(job))
+    monkeypatch.setattr(compiling, "_key", lambda job: "c" + key(job))
     compiling.resources(jobs[:1], "changed")
     assert [call.args[0] for call in asked.call_args_list[2:]] == [jobs[:1], jobs[:1]]
 

@@ -12,8 +12,7 @@ the dtypes, the head dims and the targets, would take an hour. What is compiled 
   more to compare; with a negative scale, which has a sign to turn, and none of the zeros that a scale of 0 lets the compiler leave out; in float16 and float32,
   since bfloat16 fills the registers that float16 does.
 
-So it is a sample of them. What the assembler says is kept in the user's cache folder, by all that it depends on, sources and compiler included: where one of
-these has changed, it is asked again.
+So it is a sample of them. What the assembler says is kept by all that it depends on, sources and compiler included (`said.py`).
 """
 
 import re
@@ -29,6 +28,7 @@ from impls.cuda import launching
 from impls.cuda.launching import Launch
 from impls.spec import Dtype
 from reports.record import Resources
+from tests.contract import said
 from tests.contract.compiling import SHARED_LIMIT
 from tests.plugin import Recorder
 
@@ -71,11 +71,8 @@ def launches(name: str, dtype: Dtype, dim: int, causal: bool, variant: Variant =
 
 
 def compiled(run: str, launch: Launch, name: str, target: str, dtype: Dtype, dim: int, causal: bool, **others: int) -> Resources:
-    """What the assembler says of a launch's kernel; with other constants it is not as it is shipped.
-
-    An array that registers cannot hold, since it is indexed by a variable, shows as a stack frame and not as a spill. It is as slow, and counts as one.
-    """
-    said = launching.said_of(launch.source, launch.kernel, tuple({**launch.constants, **others}.items()), target)
+    """What a launch's kernel takes of a chip; with other constants it is not as it is shipped."""
+    registers, spilled_bytes = taken(launch, target, **others)
     return Resources(
         run=run,
         implementation=name,
@@ -84,16 +81,34 @@ def compiled(run: str, launch: Launch, name: str, target: str, dtype: Dtype, dim
         dtype=dtype,
         dim=dim,
         causal=causal,
-        registers=max(_numbers(r"Used (\d+) registers", said)),
-        spilled_bytes=max(sum(_numbers(r"(\d+) bytes spill stores", said)), sum(_numbers(r"(\d+) bytes stack frame", said))),
+        registers=registers,
+        spilled_bytes=spilled_bytes,
         shared_bytes=launch.shared_bytes,
         shipped=not others,
     )
 
 
-def _numbers(pattern: str, said: str) -> list[int]:
-    found = [int(number) for number in re.findall(pattern, said)]
-    assert found, f"the assembler did not say {pattern!r}, but {said!r}"
+def taken(launch: Launch, target: str, **others: int) -> tuple[int, int]:
+    """Registers of a thread, and bytes that it spills, as they are kept or as the assembler says.
+
+    An array that registers cannot hold, since it is indexed by a variable, shows as a stack frame and not as a spill. It is as slow, and counts as one.
+    """
+    code = launch.source, launch.kernel, tuple({**launch.constants, **others}.items()), target
+    key = launching.identity(*code)
+    answer = said.recall(key)
+    if answer is None:
+        log = launching.said_of(*code)
+        registers = max(_numbers(r"Used (\d+) registers", log))
+        spilled_bytes = max(sum(_numbers(r"(\d+) bytes spill stores", log)), sum(_numbers(r"(\d+) bytes stack frame", log)))
+        answer = f"{registers} {spilled_bytes}"
+        said.hold(key, answer)
+    registers, spilled_bytes = map(int, answer.split())
+    return registers, spilled_bytes
+
+
+def _numbers(pattern: str, log: str) -> list[int]:
+    found = [int(number) for number in re.findall(pattern, log)]
+    assert found, f"the assembler did not say {pattern!r}, but {log!r}"
     return found
 
 

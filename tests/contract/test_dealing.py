@@ -47,6 +47,16 @@ def test_other_checks_have_all_their_cases_and_so_has_a_run_of_one_dtype(dtype: 
             assert grids.dealt(check.grid, cases, dtype, DTYPES) == cases
 
 
+@pytest.mark.parametrize("turn", range(5))
+def test_each_implementation_takes_all_cases_whatever_its_turn(turn: int) -> None:
+    cases = grids.ordinary("float32", "cpu")
+    turned = grids.turned(grids.ordinary, cases, turn)
+    assert (turned == cases) == (turn == 0)
+    assert Counter(turned) == Counter(cases)
+    lengths = grids.lengths("float32", "cpu")  # whose order says where to stop
+    assert grids.turned(grids.lengths, lengths, turn) == lengths
+
+
 @pytest.mark.parametrize(("name", "device"), SHARING)
 def test_dtypes_of_one_code_claim_one_arithmetic(name: str, device: Device) -> None:
     """What can be seen of it without a look into the code."""
