@@ -17,6 +17,7 @@ import uuid
 import warnings
 from collections.abc import Generator
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -82,12 +83,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: runs on a CUDA device")
     # The cases are small: a second thread waits more than it computes, and workers (-n) use the other cores better.
     torch.set_num_threads(1)
+    share_triton_cache()
     state = config.stash[STATE] = State.of(config)
     judging.share(state.shared)
     if not state.is_worker:
         state.shared.mkdir(mode=0o700, parents=True)
     if budget := config.getoption("--search"):
         profiles.begin(_parsed_budget(budget), state.run, is_main=not state.is_worker)
+
+
+def share_triton_cache() -> None:
+    """Names Triton's cache, where the user has not. Inductor would move it in each process in which it compiles, away from those of the others."""
+    if torch.cuda.is_available() and find_spec("triton"):
+        import triton
+
+        os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -1,11 +1,13 @@
 """What a run has to do, shared out: shapes among dtypes that run one code, tests among processes."""
 
+import os
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
 from impls import catalogue
 from impls.spec import DTYPES, SIXTEEN_BIT, Device, Dtype, Implementation
@@ -55,6 +57,19 @@ def test_each_implementation_takes_all_cases_whatever_its_turn(turn: int) -> Non
     assert Counter(turned) == Counter(cases)
     lengths = grids.lengths("float32", "cpu")  # whose order says where to stop
     assert grids.turned(grids.lengths, lengths, turn) == lengths
+
+
+def test_triton_cache_is_one_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the user has named none, Triton's own, which Inductor then leaves in place."""
+    triton = pytest.importorskip("triton", reason="Triton: not installed")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "named")
+    plugin.share_triton_cache()
+    assert os.environ["TRITON_CACHE_DIR"] == "named"
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    place = triton.knobs.cache.dir
+    plugin.share_triton_cache()
+    assert triton_cache_dir(0) == os.environ["TRITON_CACHE_DIR"] == place
 
 
 @pytest.mark.parametrize(("name", "device"), SHARING)
