@@ -1,23 +1,28 @@
-"""Triton's interpreter, made to describe each type once. Kernels compute the same, bit for bit, in half the time.
+"""Triton's interpreter, made to describe each type once while a kernel of this project runs. Kernels compute the same, bit for bit, in half the time.
 
 Every operation of an interpreted kernel makes a value, and describes anew what its type and shape are, in words too; and every call of a function of Triton's
-own, such as tl.sum, prepares Triton's modules for the interpreter once more. There are few types and few modules: what was made for the first is kept.
+own, such as tl.sum, prepares Triton's modules for the interpreter once more. There are few types and few modules: what was made for the first is kept, of types
+for good, of modules until the launch ends, since what it ends with may put them back. Other kernels run in the interpreter as it is.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import triton.language as tl
 from triton.runtime import interpreter
 
 
-def keep_descriptions() -> None:
-    """From now on, in this process, descriptions are kept."""
-    tl.block_type.__init__ = _like_the_first(tl.block_type.__init__, key=lambda element, shape: (element.name, *map(int, shape)), own=())
-    tl.tensor.__init__ = _like_the_first(tl.tensor.__init__, key=lambda handle, kind: kind.name, own=("handle", "type"))
-    interpreter._get_np_dtype = _as_to_the_first(interpreter._get_np_dtype, key=lambda kind: kind.name)
-    interpreter._patch_lang = _as_to_the_first(interpreter._patch_lang, key=_own_module)
+@contextmanager
+def described_once() -> Iterator[None]:
+    """While it is open, descriptions are kept."""
+    changed = [*_DESCRIBING, (interpreter, "_patch_lang", _as_to_the_first(interpreter._patch_lang, key=_own_module))]
+    with ExitStack() as stack:
+        for owner, name, kept in changed:
+            stack.enter_context(mock.patch.object(owner, name, kept))
+        yield
 
 
 def _like_the_first(initialise: Callable[..., None], key: Callable[..., Any], own: tuple[str, ...]) -> Callable[..., None]:
@@ -52,6 +57,13 @@ def _as_to_the_first(function: Callable[[Any], Any], key: Callable[[Any], Any]) 
 
 
 def _own_module(function: Any) -> str | None:
-    """The module of a function of Triton's own, which is prepared at its first call and stays so. That of a kernel is put back after every launch."""
+    """The module of a function of Triton's own; None of a kernel, whose module is prepared and put back with every launch."""
     module: str = function.__module__
     return module if module.startswith("triton.language") else None
+
+
+_DESCRIBING = [
+    (tl.block_type, "__init__", _like_the_first(tl.block_type.__init__, key=lambda element, shape: (element.name, *map(int, shape)), own=())),
+    (tl.tensor, "__init__", _like_the_first(tl.tensor.__init__, key=lambda handle, kind: kind.name, own=("handle", "type"))),
+    (interpreter, "_get_np_dtype", _as_to_the_first(interpreter._get_np_dtype, key=lambda kind: kind.name)),
+]

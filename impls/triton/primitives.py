@@ -21,14 +21,11 @@ from triton.runtime.interpreter import interpreter_builder
 
 from impls.call import Call
 from impls.spec import DTYPES, SIXTEEN_BIT, Device, Dtype
-from impls.triton.interpreting import keep_descriptions
+from impls.triton.interpreting import described_once
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2_E = tl.constexpr(math.log2(math.e))
 INFINITY = tl.constexpr(math.inf)
-
-if INTERPRETED.value:
-    keep_descriptions()
 
 
 def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,15 +80,15 @@ def times_sign(x, SIGN: tl.constexpr):
 
 @device_function
 def this_program():
-    """Which program of the launch this is. Interpreted it is a plain number, as sizes and strides are, and so is all that follows from them alone."""
+    """Which program of the launch this is. Interpreted it is a plain number, as sizes and strides are, and so is what a function makes of them alone."""
     program = tl.program_id(0)
     return program.__index__() if INTERPRETED else program
 
 
 @device_function
 def wide(number):
-    """A scalar of 64 bits. Interpreted, numbers have all the bits they need."""
-    return number if INTERPRETED else tl.cast(number, tl.int64)
+    """A scalar of 64 bits. Interpreted, plain numbers have all the bits they need; what was loaded, or assigned in a kernel's body, is none."""
+    return (number.to(tl.int64) if isinstance(number, tl.tensor) else number) if INTERPRETED else tl.cast(number, tl.int64)
 
 
 @device_function
@@ -130,7 +127,7 @@ def tile_at(pointer, strides, batch, head, row, LENGTH: tl.constexpr, PADDED_DIM
 def tile_of(head, row):
     """Pointers to the tile that starts at one row of a head, as `head_of` gives it."""
     start, offsets, stride = head
-    return start + row * stride + offsets
+    return start + wide(row) * stride + offsets
 
 
 @device_function
@@ -263,14 +260,15 @@ def call_arguments(call: Call) -> dict[str, Any]:
 @contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
     """Interpreted, kernels are NumPy, which warns where a GPU goes on in silence: the exponential of -inf, an overflow in a row that is never stored, a maximum
-    of nothing but NaN. And of every sum and product of integers the interpreter asks whether it left its type, which takes half of its time."""
+    of nothing but NaN. And the interpreter asks of every sum and product of integers whether it left its type, and describes every value's type anew, which
+    takes most of its time."""
     if not INTERPRETED.value:
         yield
         return
     before = interpreter_builder.options
     interpreter_builder.options = replace(before, sanitize_overflow=False)
     try:
-        with np.errstate(all="ignore"), warnings.catch_warnings():
+        with described_once(), np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             yield
     finally:

@@ -71,8 +71,10 @@ def resources(jobs: Iterable[Job], run: str) -> list[Resources]:
 def _key(job: Job) -> str:
     """A hash of all that the answer to a job depends on."""
     sources = sorted([*(ROOT / "impls").glob("*.py"), *(ROOT / "impls" / "triton").glob("*.py"), Path(__file__)])
-    versions = [metadata.version(package).partition("+")[0] for package in ("triton", "torch")]  # whatever GPU or none torch was built for
-    return hashlib.sha256(repr((job, versions, [(path.name, path.read_bytes()) for path in sources])).encode()).hexdigest()
+    versions = metadata.version("triton"), metadata.version("torch").partition("+")[0]  # whatever GPU or none torch was built for
+    options = sorted((name, value) for name, value in os.environ.items() if name.startswith("TRITON_") and name not in {"TRITON_INTERPRET", "TRITON_CACHE_DIR"})
+    depends = job, versions, options, Resources.__struct_fields__, [(path.name, path.read_bytes()) for path in sources]
+    return hashlib.sha256(repr(depends).encode()).hexdigest()
 
 
 def _place(key: str) -> Path:

@@ -1,12 +1,14 @@
 """What compilers say of the kernels as they stand, kept in the repository: to hear it anew takes twenty minutes of a processor.
 
 Each answer is kept under a hash of all that it depends on: sources, options, target, the compilers' versions. Where one of these has changed, the compiler is
-asked. And each day it is asked about another tenth of what is kept, and must say the same. `python -m tests.contract` asks about all, and writes the file.
+asked. And each day it is asked about another tenth of what is kept, and must say the same, now or by what the user's cache folder holds of it since it said so.
+`python -m tests.contract` asks about all, and writes the file.
 """
 
 import datetime
 import gzip
 import json
+import zlib
 from functools import cache
 from pathlib import Path
 
@@ -28,9 +30,7 @@ def hold(key: str, answer: str) -> None:
     if heard is not None:
         heard[key] = answer
     elif (kept := _kept(PLACE).get(key, answer)) != answer:
-        raise ValueError(
-            f"{PLACE.name}: says {kept} of {key}, and the compiler {answer}; was it written by hand? `python -m tests.contract.said` writes it anew"
-        )
+        raise ValueError(f"{PLACE.name}: says {kept} of {key}, and the compiler {answer}; `python -m tests.contract` writes it anew")
 
 
 def write(answers: dict[str, str]) -> None:
@@ -40,5 +40,8 @@ def write(answers: dict[str, str]) -> None:
 
 @cache
 def _kept(place: Path) -> dict[str, str]:
-    answers: dict[str, str] = json.loads(gzip.decompress(place.read_bytes())) if place.exists() else {}
+    try:
+        answers: dict[str, str] = json.loads(gzip.decompress(place.read_bytes())) if place.exists() else {}
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise ValueError(f"{place.name}: cannot be read ({error}); `python -m tests.contract` writes it anew") from error
     return answers

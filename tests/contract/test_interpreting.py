@@ -10,7 +10,7 @@ import torch
 tl = pytest.importorskip("triton.language", reason="Triton: not installed")
 
 from impls import catalogue  # noqa: E402
-from impls.triton.primitives import INTERPRETED  # noqa: E402
+from impls.triton.primitives import INTERPRETED, Launch, head_of, kernel, place, this_program, tile_of  # noqa: E402
 from tests.cases import Case, inputs  # noqa: E402
 from tests.contract.test_catalogue import ROOT, loaded  # noqa: E402
 from tests.running import attend  # noqa: E402
@@ -20,17 +20,12 @@ CASES = ("b1 h2/1 q150 k70 d40 causal-br dropout0.2 {}", "b1 h2/1 q140 k150 d40 
 
 # A process in which the interpreter is left as it is, from before any kernel is loaded.
 UNKEPT = """
+import contextlib
 from impls.triton import interpreting
-interpreting.keep_descriptions = lambda: None
-from tests.contract.test_interpreting import answers, keeps
-assert not keeps()
+interpreting.described_once = contextlib.nullcontext
+from tests.contract.test_interpreting import answers
 print(*answers(), sep="\\n")
 """
-
-
-def keeps() -> bool:
-    """Whether descriptions are kept in this process."""
-    return tl.block_type.__init__.__module__ == "impls.triton.interpreting"
 
 
 def answers() -> list[str]:
@@ -45,9 +40,33 @@ def answers() -> list[str]:
     return lines
 
 
-@pytest.mark.skipif(not INTERPRETED.value, reason="Triton: not interpreted")
+pytestmark = pytest.mark.skipif(not INTERPRETED.value, reason="Triton: not interpreted")
+
+
+@kernel
+def offsets_kernel(query, query_strides, rows, offsets, heads, groups, queries):  # type: ignore[no-untyped-def]
+    """How many bytes behind a tensor's first element kernels look for another: by what `place` says, by the program's number, by a row that was loaded."""
+    _, head, batch = place(queries, heads, 16, False)
+    start, _, _ = head_of(query, query_strides, batch, head, 16, 16, False, 1)
+    tl.store(offsets, start.to(tl.int64) - query.to(tl.int64))
+    program = this_program()
+    start, _, _ = head_of(query, query_strides, program // heads, program % heads, 16, 16, False, 1)
+    tl.store(offsets + 1, start.to(tl.int64) - query.to(tl.int64))
+    row = tl.load(rows)
+    corner = tl.min(tl.min(tile_of(head_of(query, query_strides, 0, 0, 16, 16, False, 1), row).to(tl.int64), 1), 0)
+    tl.store(offsets + 2, corner - query.to(tl.int64))
+
+
+def test_addresses_have_64_bits() -> None:
+    """Batch entries, heads and rows that begin further away than 32 bits count."""
+    query, offsets = torch.zeros(1, dtype=torch.float16), torch.zeros(3, dtype=torch.int64)
+    arguments = {"query": query, "query_strides": (2**31 + 8, 2**30, 2**24, 1), "rows": torch.tensor([256], dtype=torch.int32), "offsets": offsets}
+    Launch(offsets_kernel, (8,), arguments | {"heads": 4, "groups": 1, "queries": 16}, num_warps=4, num_stages=1).run()
+    of_the_last = 2 * (1 * (2**31 + 8) + 3 * 2**30)  # batch entry 1, head 3
+    assert offsets.tolist() == [of_the_last, of_the_last, 2 * 256 * 2**24]
+
+
 def test_kept_descriptions_change_nothing() -> None:
     unkept = subprocess.run([sys.executable, "-c", UNKEPT], capture_output=True, text=True, cwd=ROOT, check=False)
     assert unkept.returncode == 0, unkept.stderr
-    assert keeps()
     assert unkept.stdout.splitlines() == answers()
