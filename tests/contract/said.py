@@ -1,8 +1,8 @@
 """What compilers say of the kernels as they stand, kept in the repository: to hear it anew takes twenty minutes of a processor.
 
 Each answer is kept under a hash of all that it depends on: sources, options, target, the compilers' versions. Where one of these has changed, the compiler is
-asked. And each day it is asked about another tenth of what is kept, and must say the same, now or by what the user's cache folder holds of it since it said so.
-`python -m tests.contract` asks about all, and writes the file.
+asked. And each day it is asked about another tenth of what is kept, and must say the same. What it said earlier on this machine, of the same sources, stands in
+the user's cache folder and counts as asking. `python -m tests.contract` asks about all, and writes the file.
 """
 
 import datetime

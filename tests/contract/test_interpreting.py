@@ -10,7 +10,7 @@ import torch
 tl = pytest.importorskip("triton.language", reason="Triton: not installed")
 
 from impls import catalogue  # noqa: E402
-from impls.triton.primitives import INTERPRETED, Launch, head_of, kernel, place, this_program, tile_of  # noqa: E402
+from impls.triton.primitives import INTERPRETED, Launch, _as_on_a_gpu, head_of, kernel, place, this_program, tile_of  # noqa: E402
 from tests.cases import Case, inputs  # noqa: E402
 from tests.contract.test_catalogue import ROOT, loaded  # noqa: E402
 from tests.running import attend  # noqa: E402
@@ -23,9 +23,21 @@ UNKEPT = """
 import contextlib
 from impls.triton import interpreting
 interpreting.described_once = contextlib.nullcontext
-from tests.contract.test_interpreting import answers
+from tests.contract.test_interpreting import answers, keeps
+assert not keeps()
 print(*answers(), sep="\\n")
 """
+
+
+def keeps() -> bool:
+    """Whether descriptions are kept while a kernel of this project runs."""
+    with _as_on_a_gpu():
+        return is_changed()
+
+
+def is_changed() -> bool:
+    """Whether Triton's interpreter is not as it is."""
+    return tl.block_type.__init__.__module__ == "impls.triton.interpreting"
 
 
 def answers() -> list[str]:
@@ -69,4 +81,6 @@ def test_addresses_have_64_bits() -> None:
 def test_kept_descriptions_change_nothing() -> None:
     unkept = subprocess.run([sys.executable, "-c", UNKEPT], capture_output=True, text=True, cwd=ROOT, check=False)
     assert unkept.returncode == 0, unkept.stderr
+    assert keeps()
     assert unkept.stdout.splitlines() == answers()
+    assert not is_changed()  # for the kernels of others
