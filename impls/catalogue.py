@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ from functools import reduce
 from pathlib import Path
 from types import ModuleType
 
+from impls import claims
 from impls.spec import Implementation, Supports, arithmetic_of_callables
 
 CATALOGUE: dict[str, str] = {
@@ -49,12 +51,22 @@ def names(patterns: Sequence[str]) -> list[str]:
     return [name for name in CATALOGUE if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
+def spelled(name: str) -> str:
+    """One name for an attribute of a file, however its path is given: from the working directory where it lies below that. Other names as they stand."""
+    place, _, attribute = name.rpartition(":")
+    if not place.endswith(".py"):
+        return name
+    path, here = Path(os.path.abspath(Path(place).expanduser())), Path.cwd()
+    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{attribute}"
+
+
 def load(name: str) -> Implementation:
     """The implementation that a name stands for: "triton.fa2" (catalogue), "package.module:attribute" or "path/file.py:attribute".
 
-    An attribute that is an `Implementation` is taken as it is. Any other callable is verified as it stands: its signature is its claim (`of_callable`).
-    Every error says what was given and what would do. Raises ImportError where a module is not installed (its `name` says which), FileNotFoundError,
-    AttributeError, TypeError for what is not an attention function, ValueError for an unknown name or code that fails while it is imported.
+    An attribute that is an `Implementation` is taken as it is, if its claims can be read (`claims.check`). Any other callable is verified as it stands: its
+    signature is its claim (`of_callable`). Every error says what was given and what would do. Raises ImportError where a module is not installed (its `name`
+    says which), FileNotFoundError, AttributeError, TypeError for what is not an attention function, ValueError for an unknown name, a claim that cannot be read
+    and code that fails while it is imported.
     """
     given = CATALOGUE.get(name, name)
     place, _, attribute = given.rpartition(":")
@@ -64,8 +76,12 @@ def load(name: str) -> Implementation:
     try:
         found = reduce(getattr, attribute.split("."), module)
     except AttributeError:
-        raise AttributeError(f"{name}: {place} has no attribute '{attribute}'{_close(attribute, vars(module))}") from None
+        raise AttributeError(f"{name}: {place} has no attribute '{attribute}'{close(attribute, vars(module))}") from None
     if isinstance(found, Implementation):
+        try:
+            claims.check(found)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
         return found if found.name else replace(found, name=name)
     return of_callable(found, name)
 
@@ -181,13 +197,16 @@ def _defined(place: str) -> str:
 def _failed(name: str, error: BaseException) -> ValueError:
     """Not an ImportError: a broken module must not pass for one that is not installed."""
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return ValueError(f"{name}: importing it failed with {type(error).__name__}: {error} ({place.filename}, line {place.lineno})")
+    # A syntax error's words name its place; what ran last was the importer.
+    where = "" if place.filename.startswith("<frozen importlib") else f" ({place.filename}, line {place.lineno})"
+    return ValueError(f"{name}: importing it failed with {type(error).__name__}: {error}{where}")
 
 
 def _unknown(name: str) -> str:
-    return f"{name}: no implementation of the catalogue has this name{_close(name, CATALOGUE)}; {FORMS}"
+    return f"{name}: no implementation of the catalogue has this name{close(name, CATALOGUE)}; {FORMS}"
 
 
-def _close(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=3)
-    return f"; close: {', '.join(close)}" if close else ""
+def close(name: str, known: Iterable[str]) -> str:
+    """The known names that are close to one, as the end of an error; nothing where there are none."""
+    found = difflib.get_close_matches(name, list(known), n=3)
+    return f"; close: {', '.join(found)}" if found else ""

@@ -101,10 +101,10 @@ class Implementation:
     where `supports` names them: `causal_alignment`, `block_mask`, `dropout_p` with `dropout_seed`, `return_lse`.
     """
 
-    name: str
+    name: str  # in the catalogue; a run knows what is not of it by the words that load it
     attention: Callable[..., object]
     supports: Supports = Supports()
-    arithmetic: Callable[[Dtype, Device], Arithmetic] = arithmetic_of_flash
+    arithmetic: Callable[[Dtype, Device], Arithmetic] = arithmetic_of_flash  # asked on any machine, of devices that are not there too
     summary: str = ""  # one sentence for the report
     missing: Callable[[Device], str | None] = lambda device: None  # why it cannot run there ("CUDA: no device"), or None
     # Dtypes whose code is one but for the type of an element, tiles included. A run of several of them gives each case that asks for nothing but a shape to one

@@ -1,16 +1,18 @@
 """The catalogue: what it lists is there, what is there is listed, and every form of a name is loaded or refused with words that help."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 import impls
 from impls import catalogue
-from impls.spec import Implementation, Supports
+from impls.spec import Arithmetic, Implementation, Supports
 from tests import grids, plugin
 from tests.cases import Case
 
@@ -123,7 +125,7 @@ class Holder:
     inner = staticmethod(attention)
 
 nameless = Implementation(name="", attention=attention, supports=Supports(dims=(8, 64)))
-named = Implementation(name="mine", attention=attention)
+named = Implementation(name="triton.fa2", attention=attention)
 number = 3
 """
 
@@ -152,7 +154,7 @@ def test_a_function_of_a_file(mine: Path) -> None:
 
 def test_an_implementation_of_a_file(mine: Path) -> None:
     """An `Implementation` is taken as it is; one without a name takes the one it was asked for by."""
-    assert catalogue.load(f"{mine}:named").name == "mine"
+    assert catalogue.load(f"{mine}:named").name == "triton.fa2"
     nameless = catalogue.load(f"{mine}:nameless")
     assert nameless.name == f"{mine}:nameless"
     assert nameless.supports == Supports(dims=(8, 64))
@@ -160,11 +162,20 @@ def test_an_implementation_of_a_file(mine: Path) -> None:
 
 
 def test_a_run_goes_by_the_name_it_was_given(mine: Path) -> None:
-    """Records and the command that repeats a case carry a name that `--impl` takes, whatever an `Implementation` calls itself."""
+    """Records and the command that repeats a case carry a name that `--impl` takes, whatever an `Implementation` calls itself: even as one of the catalogue."""
     implementation, missing = plugin._loaded(f"{mine}:named", asked_for=True)
     assert missing is None
     assert implementation is not None
     assert implementation.name == f"{mine}:named"
+
+
+def test_a_file_has_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However its path is spelled; what is no file keeps its name."""
+    monkeypatch.chdir(tmp_path)
+    assert {catalogue.spelled(f"{path}:attention") for path in ("mine.py", "./mine.py", "kernels/../mine.py", tmp_path / "mine.py")} == {"mine.py:attention"}
+    assert catalogue.spelled("../mine.py:attention") == f"{tmp_path.parent}/mine.py:attention"
+    for name in ("tiled.*", "mine.py", "torch.nn.functional:scaled_dot_product_attention"):
+        assert catalogue.spelled(name) == name
 
 
 def test_a_module() -> None:
@@ -300,6 +311,44 @@ def test_errors_name_what_was_given(name: str, kind: type[Exception], words: str
     assert str(raised.value).startswith(f"{name}: ")
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"name": 3}, "name: 3 is no str"),
+        ({"attention": None}, "attention: None cannot be called"),
+        ({"supports": {"lse": True}}, "supports: {'lse': True} is no Supports"),
+        ({"supports": Supports(causal=("topleft",))}, "supports.causal: 'topleft' is none of 'top_left', 'bottom_right'"),  # type: ignore[arg-type]
+        ({"supports": Supports(causal="top_left")}, "supports.causal: 'top_left' will not do; give a tuple with any of 'top_left'"),  # type: ignore[arg-type]
+        ({"supports": Supports(dtypes=())}, "supports.dtypes: is empty; give any of 'float32'"),
+        ({"supports": Supports(dtypes=("float8",))}, "supports.dtypes: 'float8' is none of 'float32'"),  # type: ignore[arg-type]
+        ({"supports": Supports(devices=("gpu",))}, "supports.devices: 'gpu' is none of 'cpu', 'cuda'"),  # type: ignore[arg-type]
+        ({"supports": Supports(backward="yes")}, "supports.backward: 'yes' is no bool"),  # type: ignore[arg-type]
+        ({"supports": Supports(dims=64)}, "supports.dims: 64 will not do; give a tuple with int, int"),  # type: ignore[arg-type]
+        ({"supports": Supports(dims=(64, 8))}, "supports.dims: (64, 8) is no range"),
+        ({"supports": Supports(dims=(1, 7), dim_multiple=8)}, "supports.dim_multiple: 8 has no multiple from 1 to 7"),
+        ({"missing": "CUDA"}, "missing: 'CUDA' cannot be called"),
+        ({"missing": lambda: None}, "missing: cannot be asked of a device"),
+        ({"arithmetic": Arithmetic()}, "arithmetic: Arithmetic("),
+        ({"arithmetic": lambda: None}, "arithmetic('float32', 'cpu'): raised TypeError"),
+        ({"arithmetic": lambda dtype, device: None if dtype == "float16" else Arithmetic()}, "arithmetic('float16', 'cpu'): None is no Arithmetic"),
+        (
+            {"arithmetic": lambda dtype, device: Arithmetic(weights=cast(Any, "float64"))},
+            "arithmetic('float32', 'cpu').weights: 'float64' is none of 'input', 'float32'",
+        ),
+        ({"arithmetic": lambda dtype, device: Arithmetic(exp_ulps=-3)}, "arithmetic('float32', 'cpu').exp_ulps: -3 will not do"),
+        ({"arithmetic": lambda dtype, device: Arithmetic(key_tile=cast(Any, 1.5))}, "arithmetic('float32', 'cpu').key_tile: 1.5 is no int | None"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_claim_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], words: str) -> None:
+    """The error names the implementation, the field, its value and what would do."""
+    claimed: dict[str, Any] = {"name": "mine", "attention": three} | fields
+    monkeypatch.setattr(sys.modules[__name__], "exported", Implementation(**claimed), raising=False)
+    name = f"{__name__}:exported"
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{name}: {words}')}"):
+        catalogue.load(name)
+
+
 def test_a_file_without_an_attribute(tmp_path: Path) -> None:
     """The error says what the file has to offer."""
     file = tmp_path / "mine.py"
@@ -310,11 +359,14 @@ def test_a_file_without_an_attribute(tmp_path: Path) -> None:
 
 def test_a_file_that_fails(tmp_path: Path) -> None:
     """What went wrong, and where; a broken file is not taken for a missing backend, a missing backend is named."""
-    broken, needy = tmp_path / "broken.py", tmp_path / "needy.py"
+    broken, needy, misspelt = tmp_path / "broken.py", tmp_path / "needy.py", tmp_path / "misspelt.py"
+    misspelt.write_text("def attention(query, key, value)\n    return query\n")
     broken.write_text("\nlimit = 1 / 0\n")
     needy.write_text("import no_such_package.kernels\n")
     with pytest.raises(ValueError, match=r"ZeroDivisionError: .*broken\.py, line 2"):
         catalogue.load(f"{broken}:attention")
+    with pytest.raises(ValueError, match=r"SyntaxError: expected ':' \(misspelt\.py, line 1\)$"):
+        catalogue.load(f"{misspelt}:attention")
     with pytest.raises(ImportError, match=r"needy\.py needs 'no_such_package', which is not installed") as raised:
         catalogue.load(f"{needy}:attention")
     assert raised.value.name == "no_such_package"
