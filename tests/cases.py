@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from impls.catalogue import close
 from impls.spec import Dtype, Supports
 from oracles.masks import BLOCK, Dropout, Mask
 from oracles.problem import Problem
@@ -66,7 +67,7 @@ class Case:
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads: {self.kv_heads} does not divide heads {self.heads}")
         if min(self.batch, self.heads, self.queries, self.keys, self.dim) < 1:
-            raise ValueError(f"case: every size is at least 1 in {self!r}")
+            raise ValueError(f"every size is at least 1 in {self!r}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout: {self.dropout:g} is no probability below 1")
         if self.blocks is not None and not 0.0 <= self.blocks <= 1.0:
@@ -90,6 +91,11 @@ class Case:
             words.append(self.layout)
         return " ".join([*words, f"seed{self.seed}"])
 
+    @property
+    def numbers(self) -> int:
+        """How many its four tensors hold."""
+        return 2 * self.batch * self.dim * (self.heads * self.queries + self.kv_heads * self.keys)
+
     @classmethod
     def parse(cls, line: str) -> "Case":
         """Reads a case's line. Words may stand in any order; what is left out keeps its default. Raises ValueError naming the word."""
@@ -97,7 +103,7 @@ class Case:
         for word in line.split():
             found = _parse_word(word)
             if twice := fields.keys() & found.keys():
-                raise ValueError(f"case: the word {word!r} says a second time what {', '.join(sorted(twice))} is")
+                raise ValueError(f"the word {word!r} says a second time what {', '.join(sorted(twice))} is")
             fields |= found
         return cls(**fields)  # type: ignore[arg-type]
 
@@ -135,9 +141,10 @@ def _parse_word(word: str) -> dict[str, object]:
         if match := re.fullmatch(pattern, word):
             found: dict[str, object] = {field: kind(text) for (field, kind), text in zip(fields.items(), match.groups(), strict=True)}
             if any(value == 0 for field, value in found.items() if field in _SIZES):
-                raise ValueError(f"case: in the word {word!r} a size is 0; every size is at least 1")
+                raise ValueError(f"in the word {word!r} a size is 0; every size is at least 1")
             return found
-    raise ValueError(f"case: the word {word!r} is unknown; a case looks like '{Case(family='spike', magnitude=30.0, seed=7)}'")
+    known = [*(known for kind in (Dtype, Masking, Family, Layout) for known in get_args(kind)), "blocks0.5", "shift8", "scale0.5", "dropout0.1", "seed0"]
+    raise ValueError(f"the word {word!r} is unknown{close(word, known)}; a case looks like '{Case(family='spike', magnitude=30.0, seed=7)}'")
 
 
 def not_claimed(case: Case, supports: Supports) -> str | None:
@@ -248,7 +255,7 @@ def _factors(score: float, scale: float) -> tuple[float, float]:
         return 0.0, 0.0
     product = score / scale
     if not math.isfinite(product):
-        raise ValueError(f"case: a score of {score:g} over a scale of {scale:g} is beyond float64; a smaller magnitude or shift would do")
+        raise ValueError(f"a score of {score:g} over a scale of {scale:g} is beyond float64; a smaller magnitude or shift would do")
     power = 2.0 ** math.floor(math.log2(abs(product)) / 2)
     return power, product / power
 
@@ -273,7 +280,7 @@ def _with_outliers(case: Case, stream: int, numbers: np.ndarray) -> np.ndarray:
 def _rounded(name: str, numbers: np.ndarray, dtype: torch.dtype) -> Tensor:
     tensor = torch.from_numpy(numbers).to(dtype)
     if not torch.isfinite(tensor).all():
-        raise ValueError(f"case: {name} reaches {np.abs(numbers).max():.3g}, beyond {dtype}; a smaller magnitude, shift or 1/scale would do")
+        raise ValueError(f"{name} reaches {np.abs(numbers).max():.3g}, beyond {dtype}; a smaller magnitude, shift or 1/scale would do")
     return tensor
 
 

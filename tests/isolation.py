@@ -281,7 +281,7 @@ class Hosts:
         self.slots: list[Host | None] = [None] * max(1, min(count, len(self.jobs)))
         self.hangs: dict[str, int] = {}
         self.slowest: dict[str, float] = {}  # seconds of a call that came back
-        self.memory = min(_available_memory() // (len(self.slots) + 1), MEMORY)
+        self.memory = min(available_memory() // (len(self.slots) + 1), MEMORY)
 
     def run(self) -> None:
         """Until every item is reported."""
@@ -507,7 +507,7 @@ def _processor_seconds(process: int) -> float:
     return total / os.sysconf("SC_CLK_TCK")
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
     """Bytes that the machine, or the group of processes that this one belongs to, has left."""
     left = [int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024]  # type: ignore[index]
     try:

@@ -16,6 +16,7 @@ import tomllib
 import uuid
 import warnings
 from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +32,7 @@ from reports.evidence import size, worst_rho
 from reports.record import Absence, Claim, Environment, Judgement, Record, append
 from tests import grids, judging, profiles
 from tests.cases import Case, inputs, not_claimed
-from tests.isolation import Diary, Guest, Hosts
+from tests.isolation import Diary, Guest, Hosts, available_memory
 from tests.subject import Subject, summary
 from tests.world import FILTERS, left_alone
 
@@ -54,11 +55,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device", choices=("cpu", "cuda"), help="only on this device")
     group.addoption("--records", metavar="FILE", help="where the run's records go, instead of a file of its own in reports/runs")
     group.addoption("--search", metavar="BUDGET", help="how much each search tries: cases (5000) or time (30s, 10m, 8h); Ctrl-C ends all with what they found")
-    group.addoption("--case", metavar="LINE", help="only this case, as a report prints it; every check that takes it runs it")
+    group.addoption("--case", action="append", default=[], metavar="LINE", help="only this case, as a report prints it, by every check; repeatable")
     limits = ", ".join(f"{seconds} on {device}" for device, seconds in TIME_LIMITS.items())
-    group.addoption("--time-limit", type=float, metavar="SECONDS", help=f"for one call of a kernel that is not in the catalogue, backward included ({limits})")
+    group.addoption("--time-limit", type=_seconds, metavar="SECONDS", help=f"for one call of a kernel not in the catalogue, backward included ({limits})")
     group.addoption("--spawn", action="store_true", help=argparse.SUPPRESS)  # start hosts as where there is a GPU
     group.addoption("--host", help=argparse.SUPPRESS)  # this process is a host of another: tests/isolation.py
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0.0:  # NaN neither
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give a number of seconds above 0")
+    return seconds
 
 
 HOSTS = pytest.StashKey[int]()  # how many processes run the kernels of strangers; none: this one does
@@ -84,12 +95,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # The cases are small: a second thread waits more than it computes, and workers (-n) use the other cores better.
     torch.set_num_threads(1)
     share_triton_cache()
-    state = config.stash[STATE] = State.of(config)
+    state = config.stash[STATE] = State(config)
     judging.share(state.shared)
     if not state.is_worker:
         state.shared.mkdir(mode=0o700, parents=True)
     if budget := config.getoption("--search"):
-        profiles.begin(_parsed_budget(budget), state.run, is_main=not state.is_worker)
+        with _named("--search"):
+            profiles.begin(profiles.Budget.parse(budget), state.run, is_main=not state.is_worker)
 
 
 def share_triton_cache() -> None:
@@ -106,11 +118,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(config.stash[STATE].shared, ignore_errors=True)
 
 
-def _parsed_budget(text: str) -> profiles.Budget:
+@contextmanager
+def _named(option: str) -> Generator[None]:
+    """Makes what is wrong with an option an error of the command line, which says which option it is."""
     try:
-        return profiles.Budget.parse(text)
-    except ValueError as error:
-        raise pytest.UsageError(str(error)) from error
+        yield
+    except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
+        raise pytest.UsageError(f"{option}: {error}") from error
 
 
 WORKERS_ON_GPU = 16  # processes that share one GPU: most of their time goes into compiling kernels
@@ -157,12 +171,13 @@ class State:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.selected: list[str] = config.getoption("--impl")
-        self.case = _parsed_case(config.getoption("--case"))
+        self.selected: list[str] = list(dict.fromkeys(map(catalogue.spelled, config.getoption("--impl"))))
+        with _named("--case"):
+            self.chosen = list(dict.fromkeys(map(_parsed_case, config.getoption("--case"))))  # instead of those of the grids
         asked: list[Dtype] = config.getoption("--dtype")
-        if self.case and asked and self.case.dtype not in asked:
-            raise ValueError(f"--dtype: the case is in {self.case.dtype}")
-        self.dtypes: list[Dtype] = [self.case.dtype] if self.case else (asked or list(DTYPES))
+        if others := [case.dtype for case in self.chosen if asked and case.dtype not in asked]:
+            raise pytest.UsageError(f"--dtype: the case is in {others[0]}")
+        self.dtypes: list[Dtype] = list(dict.fromkeys(case.dtype for case in self.chosen)) or asked or list(DTYPES)
         self.device: Device | None = config.getoption("--device")
         self.timed: bool = config.getoption("--benchmark-only", default=False)  # benchmarks verify nothing
         worker = getattr(config, "workerinput", None)
@@ -174,14 +189,17 @@ class State:
         self.is_worker = worker is not None or host is not None
         self.hosts = config.stash.get(HOSTS, 0)
         self.shown: set[str] = set()  # implementations of which a failure was shown while the run went on
-        self.path = Path(config.getoption("--records") or RUNS / f"{self.run}.jsonl")
+        with _named("--records"):
+            self.path = _records(Path(given)) if (given := config.getoption("--records")) else RUNS / f"{self.run}.jsonl"
         self.written = 0
         self.passed: dict[str, int] = {}
         self.refused: dict[tuple[str, str], list[str]] = {}  # of an implementation and dtype, what it said for each case that it declined
         self.changed_by_import: dict[str, list[str]] = {}  # of an implementation, the global state that was put back after its file was imported
         self.found: dict[tuple[str, str], Judgement] = {}  # of an implementation and dtype, the worst that a search found
         self.claimed: dict[tuple[object, str], list[Case]] = {}  # of a grid and target, the cases that it takes
-        self.targets = self._targets()
+        self.implementations: dict[str, Implementation | None] = {}  # those that were selected and, where they can be loaded, what they are
+        with _named("--impl"):
+            self.targets = self._targets()
         self.absences: list[Absence] = [
             Absence(run=self.run, implementation=target.name, device=target.device, dtype=target.dtype, reason="not possible here", message=target.missing)
             for target in self.targets
@@ -189,22 +207,16 @@ class State:
         ]
         self.defects = tomllib.loads(DEFECTS.read_text())["defect"] if DEFECTS.exists() else []
 
-    @classmethod
-    def of(cls, config: pytest.Config) -> "State":
-        try:
-            return cls(config)
-        except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
-            raise pytest.UsageError(str(error)) from error
-
     def _targets(self) -> list[Target]:
         names: list[str] = []
         for pattern in self.selected or ["*"]:
-            names += [pattern] if ":" in pattern else catalogue.names([pattern])
+            names += [pattern] if ":" in pattern or pattern.endswith(".py") else catalogue.names([pattern])
         targets = []
         for name in dict.fromkeys(names):
             with warnings.catch_warnings(), left_alone() as changed:
                 warnings.simplefilter("ignore")  # errors in the suite itself; what a stranger's file warns of is its own affair
                 implementation, failure = _loaded(name, asked_for=bool(self.selected))
+            self.implementations[name] = implementation
             self.changed_by_import[name] = [setting for setting in changed if setting != FILTERS]
             for device in _devices(implementation, self.device):
                 missing = failure if implementation is None else implementation.missing(device) or _no_device(device)
@@ -213,12 +225,12 @@ class State:
         return targets
 
     def cases(self, marker: pytest.Mark, target: Target) -> list[Case]:
-        """The cases of a check's grid that the target claims, its share where it shares them with other dtypes; with --case, that one."""
+        """The cases of a check's grid that the target claims, its share where it shares them with other dtypes; with --case, those."""
         if target.implementation is None:
             return []
         about = (marker.kwargs["grid"], str(target))
         if about not in self.claimed:
-            grid = [self.case] if self.case else marker.kwargs["grid"](target.dtype, target.device)
+            grid = [case for case in self.chosen if case.dtype == target.dtype] if self.chosen else marker.kwargs["grid"](target.dtype, target.device)
             claimed = [case for case in grid if not_claimed(case, target.implementation.supports) is None]
             names = list(dict.fromkeys(other.name for other in self.targets))
             dealt = grids.dealt(marker.kwargs["grid"], claimed, target.dtype, self._sharing(target))
@@ -226,8 +238,8 @@ class State:
         return list(self.claimed[about])
 
     def _sharing(self, target: Target) -> list[Dtype]:
-        """The dtypes of this run whose code is that of the target. None share where tests are chosen by name, which may leave out a dtype's share."""
-        chosen = self.config.getoption("keyword") or any("::" in str(word) for word in self.config.args)
+        """The dtypes of this run whose code is that of the target. None share where cases are chosen, or tests by name, which may leave out a dtype's share."""
+        chosen = self.chosen or self.config.getoption("keyword") or any("::" in str(word) for word in self.config.args)
         alike = target.implementation.one_code(target.device) if target.implementation and not chosen else ()
         return [dtype for dtype in self.dtypes if dtype in alike] if target.dtype in alike else []
 
@@ -255,15 +267,29 @@ def run_name() -> str:
     return f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
 
 
-def _parsed_case(line: str | None) -> Case | None:
-    """The case of the command line. Raises ValueError for one that cannot be built: a word unknown, numbers beyond the dtype."""
-    if line is None:
-        return None
+def _parsed_case(line: str) -> Case:
+    """A case of the command line. Raises ValueError for one that cannot be built: a word unknown, numbers beyond the dtype or the memory."""
     if not line.strip():
-        raise ValueError("--case: is empty; give a case, as a report prints it")
+        raise ValueError("is empty; give a case, as a report prints it")
     case = Case.parse(line)
+    needed, left = case.numbers * BYTES_OF_A_NUMBER / 2**30, available_memory() / 2**30
+    if needed > left:
+        raise ValueError(f"the tensors of '{case}' need {needed:.0f} GiB while they are made, and {left:.0f} GiB are left; give a smaller one")
     inputs(case)
     return case
+
+
+BYTES_OF_A_NUMBER = 40  # the 64-bit words that it is made of, their sum, and the numbers of the other tensors in float64
+
+
+def _records(path: Path) -> Path:
+    """The file, its folder made. Raises OSError for what cannot be appended to."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory; name a file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(f"{path} cannot be written to; name another file")
+    return path
 
 
 def _loaded(name: str, *, asked_for: bool) -> tuple[Implementation | None, str | None]:
@@ -299,7 +325,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     state = metafunc.config.stash[STATE]
     targets = [target for target in state.targets if _covers(state, marker, target)]
     for target in state.targets:
-        if target not in targets and not state.case and (marker.kwargs.get("claims") or marker.kwargs["grid"](target.dtype, target.device)):
+        if target not in targets and not state.chosen and (marker.kwargs.get("claims") or marker.kwargs["grid"](target.dtype, target.device)):
             check = _check_name(metafunc.definition)
             absence = Absence(run=state.run, implementation=target.name, device=target.device, dtype=target.dtype, check=check, reason="not claimed")
             state.absences.append(absence)
@@ -310,7 +336,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _covers(state: State, marker: pytest.Mark, target: Target) -> bool:
     if target.implementation is None:
         return True
-    if state.case and not marker.kwargs.get("single", True):
+    if state.chosen and not marker.kwargs.get("single", True):
         return False
     supports = target.implementation.supports
     return all(getattr(supports, claim) for claim in marker.kwargs.get("claims", ())) and bool(state.cases(marker, target))
@@ -319,7 +345,7 @@ def _covers(state: State, marker: pytest.Mark, target: Target) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     state = config.stash[STATE]
-    if (state.selected or state.case) and not state.timed:  # a verification: the tests of the suite itself stay out
+    if (state.selected or state.chosen) and not state.timed:  # a verification: the tests of the suite itself stay out
         checks = [item for item in items if item.get_closest_marker("check")]
         chosen = [item for item in checks if _target(item) is not None]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
@@ -373,7 +399,7 @@ def _check_name(item: pytest.Item) -> str:
 
 
 def _defect(state: State, item: pytest.Item, target: Target) -> dict[str, str] | None:
-    if state.case:  # one case may well pass
+    if state.chosen:  # one case may well pass
         return None
     for defect in state.defects:
         if (
@@ -615,10 +641,21 @@ def _unnamed(implementation: Implementation) -> list[str]:
     return [parameter for parameter, named in claimed.items() if implementation.bare and not named]
 
 
-def _outside(case: Case | None, target: Target) -> str | None:
-    """Which feature of the case of the command line a target does not claim."""
-    feature = not_claimed(case, target.implementation.supports) if case and target.implementation else None
-    return f"does not claim the case: {feature}" if feature else None
+def _unjudged(state: State, name: str) -> str:
+    """Why nothing passed of an implementation, in words."""
+    if missing := next((target.missing for target in state.targets if target.name == name and target.missing), None):
+        return missing
+    if (implementation := state.implementations.get(name)) is None:
+        return "no case passed"
+    supports = implementation.supports
+    features = [feature for case in state.chosen if (feature := not_claimed(case, supports))]
+    if features:
+        return f"does not claim the case: {', '.join(dict.fromkeys(features))}"
+    if state.device and state.device not in supports.devices:
+        return f"does not claim {state.device}"
+    if not set(state.dtypes) & set(supports.dtypes):
+        return f"does not claim {', '.join(state.dtypes)}"
+    return "no case passed"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -626,10 +663,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if state.is_worker or config.option.collectonly:
         return
     if state.selected and not state.timed:
-        reasons = {target.name: target.missing or _outside(state.case, target) for target in state.targets}
         for name in _unverified(state):
-            terminalreporter.write_line(f"not verified: {name} ({reasons.get(name) or 'no case was judged'})", red=True)
-        for target in {target.name: target for target in state.targets if not state.case}.values():
+            terminalreporter.write_line(f"not verified: {name} ({_unjudged(state, name)})", red=True)
+        for target in {target.name: target for target in state.targets if not state.chosen}.values():
             if ":" in target.name and target.implementation and (unnamed := _unnamed(target.implementation)):
                 terminalreporter.write_line(f"not claimed: {target.name} has no parameter {', '.join(unnamed)}; nothing that these ask for was verified")
         for name, changed in state.changed_by_import.items():

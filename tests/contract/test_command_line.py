@@ -1,5 +1,6 @@
-"""The exit status: 0 only if every selected implementation was verified."""
+"""The exit status, 0 only if every selected implementation was verified; and what is wrong with an option, in words."""
 
+import argparse
 import os
 import re
 import subprocess
@@ -7,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests import plugin
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "b1 h1 q5 k5 d8 float32"
@@ -44,6 +48,7 @@ def value_by_strides_of_key(query, key, value):
 
 
 half = Implementation(name="half", attention=right, supports=Supports(dtypes=("float16",)))
+misspelt = Implementation(name="misspelt", attention=right, supports=Supports(causal=("topleft",)))
 """
 
 
@@ -74,7 +79,11 @@ def run(kernels: Path, options: list[str]) -> tuple[int, str]:
         (["--impl", "value_by_strides_of_key", "--case", "b2 h2 q9 k9 d8 float32 mixed"], 1, "rho inf"),
         (["--impl", "nothing", "--case", SMALL], 1, "not verified"),
         (["--impl", "right", "--impl", "half", "--case", SMALL], 1, "not verified"),
-        (["--impl", "half", "--dtype", "float32"], 1, "not verified"),
+        (["--impl", "half", "--dtype", "float32"], 1, "not verified: .*does not claim float32"),
+        (["--impl", "half", "--case", SMALL], 1, "not verified: .*does not claim the case: dtype float32"),
+        (["--impl", "right", "--case", SMALL, "--case", "q6 d8 float16"], 0, "4 passed"),
+        (["--impl", "misspelt", "--case", SMALL], 4, r"--impl: \S+:misspelt: supports.causal: 'topleft' is none of 'top_left', 'bottom_right'"),
+        (["--impl", "kernels.py"], 4, r"--impl: kernels.py: which attribute of it\?"),
         (["--impl", "right", "--case", f"{SMALL} causal"], 1, "not verified: .*does not claim the case: causal, top-left"),
         (["--impl", "right", "--impl", "picky", "--case", SMALL], 1, "refused: .*picky, float32, \\d+ times, first with: ValueError: dim 8 is too small"),
         (
@@ -97,3 +106,41 @@ def test_exit_status(kernels: Path, options: list[str], status: int, words: str)
     code, said = run(kernels, options)
     assert code == status, said
     assert re.search(words, said), said
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (" ", "is empty"),
+        ("q4 causl", "the word 'causl' is unknown; close: causal, causal-br; a case looks like"),
+        ("q4 zzz", "the word 'zzz' is unknown; a case looks like"),
+        ("q100000000 k100000000", r"need 1907 GiB while they are made, and \d+ GiB are left"),
+    ],
+)
+def test_a_case_that_cannot_be_built(line: str, words: str) -> None:
+    """The error says what is wrong with the line, before memory is asked for."""
+    with pytest.raises(ValueError, match=words):
+        plugin._parsed_case(line)
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "nan", "soon"])
+def test_a_time_limit_is_a_time(text: str) -> None:
+    """A limit that no call can keep would convict an innocent kernel."""
+    assert plugin._seconds("0.5") == 0.5
+    with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is no time"):
+        plugin._seconds(text)
+
+
+def test_records_go_into_a_file(tmp_path: Path) -> None:
+    """Into a new folder, if need be."""
+    assert plugin._records(tmp_path / "new" / "run.jsonl").parent.is_dir()
+    with pytest.raises(OSError, match="is a directory; name a file"):
+        plugin._records(tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_benchmarks_without_a_device() -> None:
+    """They say why there are none."""
+    command = [sys.executable, "-m", "pytest", "tests/bench", "--benchmark-only", "-q", "-p", "no:cacheprovider"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert re.search(r"SKIPPED \[1\] .*: CUDA: no device", ended.stdout), ended.stdout + ended.stderr
