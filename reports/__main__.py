@@ -16,9 +16,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("records", nargs="+", type=Path, metavar="RECORDS", help="record files (JSON lines), as pytest writes them")
     parser.add_argument("-o", "--output", required=True, type=Path, metavar="DIR", help="where the site goes; DIR/index.html is its first page")
     options = parser.parse_args(arguments)
-    for path in options.records:
-        if not path.is_file():
-            return _fail(f"{path}: {'is a directory; name the record files in it' if path.is_dir() else 'no such file'}")
     if options.output.exists() and not options.output.is_dir():
         return _fail(f"--output {options.output}: is a file; give a directory")
     try:

@@ -107,7 +107,7 @@ def gather(paths: Iterable[Path]) -> Evidence:
     unequal sides, and a run whose environment is missing or told in two ways.
     """
     records: list[tuple[Path, Record]] = []
-    for path in dict.fromkeys(path.resolve() for path in paths):
+    for path in {path.resolve(): path for path in paths}.values():  # each file once, by the name that it was given
         of_file = list(read(path))
         if not of_file:
             raise ValueError(f"{path}: holds no records")

@@ -196,7 +196,7 @@ def _refusals(refused: list[Judged]) -> list[tuple[str, list[str], list[Judged]]
     """Refusals by message, for one message, but for its numbers, is usually the answer to many cases of many checks: its words, the checks, the cases."""
     groups: dict[str, list[Judged]] = {}
     for judged in refused:
-        groups.setdefault(re.sub(r"\d+", "0", judged.judgement.message), []).append(judged)
+        groups.setdefault(re.sub(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "0", judged.judgement.message), []).append(judged)
     return [(group[0].judgement.message, sorted({judged.judgement.check for judged in group}), group) for group in groups.values()]
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import math
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -212,10 +213,15 @@ def append(path: Path, record: Record) -> None:
 def read(path: Path) -> Iterator[Record]:
     """The records of a file, in order; one that ends in .gz is unpacked.
 
-    Raises ValueError naming the file and the line that cannot be read; a torn last line is passed over.
+    Raises OSError for what is no file, and ValueError naming the file, and the line, that cannot be read; a torn last line is passed over.
     """
+    if not path.is_file():
+        raise OSError(f"{path}: {'is a directory; name the record files in it' if path.is_dir() else 'no such file'}")
     content = path.read_bytes()
-    lines = (gzip.decompress(content) if path.suffix == ".gz" else content).split(b"\n")
+    try:
+        lines = (gzip.decompress(content) if path.suffix == ".gz" else content).split(b"\n")
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:  # the first where it was cut off
+        raise ValueError(f"{path}: cannot be unpacked ({error})") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -51,7 +51,7 @@ class Job:
 
 
 def jobs(run: str, names: Sequence[str]) -> list[Job]:
-    """All that is to be tried, those together that share exact results."""
+    """All that is to be tried, those together that share exact results. Raises ValueError for a name that no specimen's holds."""
     found = []
     for one in mutant.every():
         patch = "\n".join(f"{patch.file or mutant.source_of(one.of)}\n- {_indented(patch.old, '- ')}\n+ {_indented(patch.new, '+ ')}" for patch in one.patches)
@@ -63,6 +63,9 @@ def jobs(run: str, names: Sequence[str]) -> list[Job]:
         found += [Job(Specimen(run=run, name=variant.name, kind="variant", says=variant.says), dtype) for dtype in DTYPES]
     for name in KERNELS:
         found += [Job(Specimen(run=run, name=name, kind="kernel", says=catalogue.load(name).summary), dtype) for dtype in DTYPES]
+    for name in names:
+        if not any(name in job.specimen.name for job in found):
+            raise ValueError(f"{name}: no specimen has this in its name{catalogue.close(name, {job.specimen.name for job in found})}")
     chosen = [job for job in found if not names or any(name in job.specimen.name for name in names)]
     return sorted(chosen, key=lambda job: (DTYPES.index(job.dtype), job.specimen.of or job.specimen.kind, job.specimen.name))
 
@@ -147,7 +150,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-j", "--processes", type=int, default=1, metavar="PROCESSES", help="1 unless given")
     options = parser.parse_args(arguments)
     run = run_name()
-    work = jobs(run, options.names)
+    try:
+        work = jobs(run, options.names)
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
     for name in sorted({job.patched.of for job in work if job.patched}):
         if reason := catalogue.load(name).missing("cpu"):
             parser.exit(2, f"{name}: {reason}; without it the mutants of {name} cannot be tried\n")

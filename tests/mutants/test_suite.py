@@ -8,7 +8,7 @@ import pytest
 from reports import mutants as tables
 from reports.evidence import Mutation, gather
 from tests.cases import Case
-from tests.mutants import mutant, trial
+from tests.mutants import __main__, mutant, trial
 from tests.mutants.mutant import ROOT
 
 # The ids of BUGS.md, and why some have no mutant here.
@@ -47,6 +47,13 @@ def test_the_case_of_a_mutant_is_of_the_grid(one: mutant.Mutant) -> None:
 def test_every_real_fault_has_a_mutant() -> None:
     covered = set(re.findall(r"\b[A-L]\d\b", " ".join(one.origin for one in mutant.every())))
     assert covered | set(NOT_OF_A_DENSE_KERNEL) >= IDS
+
+
+def test_a_name_that_no_specimen_has(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        __main__.main(["lazy-rescale-beyond-flot16"])
+    assert ended.value.code == 2
+    assert "lazy-rescale-beyond-flot16: no specimen has this in its name; close: lazy-rescale-beyond-float16" in capsys.readouterr().err
 
 
 def last_run() -> Mutation:

@@ -55,4 +55,4 @@ def test_the_committed_table_is_that_of_the_committed_records() -> None:
 
 def test_a_file_that_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert calibration.main([str(tmp_path / "absent.jsonl")]) == 2
-    assert "absent.jsonl" in capsys.readouterr().err
+    assert "absent.jsonl: no such file" in capsys.readouterr().err

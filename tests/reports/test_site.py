@@ -1,5 +1,6 @@
 """The site: complete, self-contained, harmless whatever it is told, and the same for the same records."""
 
+import gzip
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from reports import __main__, charts, wording
-from reports.pages import linked, write_site
+from reports.pages import SHOWN, linked, write_site
 from reports.record import Record
 from tests.reports import building
 from tests.reports.building import claim, environment, judgement
@@ -119,6 +120,21 @@ def test_a_known_defect_tells_what_was_seen_and_where_it_is_reported(site: Path)
     assert "16-bit sums." in page.text
     assert building.ISSUE in page.all("href")
     assert "RuntimeError: scale must be positive" in page.text
+
+
+def test_refusals_that_differ_in_numbers_are_one(tmp_path: Path) -> None:
+    numbers = ("64", "-1.5", "1e-05")
+    refused = [judgement("mine.py:f", case=f"q{i}", status="refused", message=f"ValueError: {n} is taken by nobody") for i, n in enumerate(numbers)]
+    text = pages(small_site(tmp_path, claim("mine.py:f", bare=True), *refused))[f"{wording.stem('mine.py:f')}.html"].text
+    section = text[text.index("its words, of the first") : text.index("What it claims")]
+    assert section.count("is taken by nobody") == 1
+    assert "64 is taken by nobody" in section
+
+
+def test_failures_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    failed = [judgement(check=f"masks/check{i}", case=case, status="failed", rho=40.0 - i) for i in range(SHOWN + 2) for case in ("q1", "q2")]
+    text = pages(small_site(tmp_path, *failed))["triton.fa2.html"].text
+    assert f"These are the {SHOWN} gravest; the rest, with 4 failed cases, are not shown here." in text
 
 
 def test_a_run_on_one_function_is_sensible(tmp_path: Path) -> None:
@@ -246,13 +262,15 @@ def test_the_command_merges_and_says_where(tmp_path: Path, capsys: pytest.Captur
         (".", "site", "is a directory; name the record files in it"),
         ("empty.jsonl", "site", "empty.jsonl: holds no records"),
         ("foreign.jsonl", "site", "foreign.jsonl, line 1: not a record of flashproof"),
+        ("cut.jsonl.gz", "site", "cut.jsonl.gz: cannot be unpacked"),
         ("good.jsonl", "good.jsonl", "good.jsonl: is a file; give a directory"),
     ],
 )
 def test_errors_name_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str], records: str, output: str, message: str) -> None:
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "foreign.jsonl").write_text('{"hello": 1}\n')
-    building.write(tmp_path / "good.jsonl", [environment(), judgement()])
+    good = building.write(tmp_path / "good.jsonl", [environment(), judgement()])
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(good.read_bytes())[:-9])
     assert __main__.main([str(tmp_path / records), "-o", str(tmp_path / output)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("reports: ")
