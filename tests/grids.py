@@ -46,9 +46,11 @@ b1 h1 q80 k80 d80
 b1 h2 q66 k137 d96 causal transposed
 b1 h1 q70 k70 d256 causal
 b1 h2/1 q20 k200 d256 transposed           # large heads, and several tiles of keys
-b1 h2 q20 k300 d128
+b1 h1 q20 k700 d128                       # more tiles of keys than a pipeline has stages
 b1 h4/1 q20 k300 d128 causal-br            # the usual head dim, with the usual group, over several tiles
 b1 h2 q1 k300 d128                         # and its decoding
+b1 h8/2 q40 k40 d128 causal
+b1 h1 q270 k270 d128 causal                # and tiles below the diagonal's, for each tile of keys
 b1 h1 q20 k512 d16
 b1 h2/1 q150 k40 d16 causal-br             # a group, and rows of all tiles but the last see no key
 b1 h32/1 q16 k20 d16
@@ -64,10 +66,13 @@ b1 h1 q65 k66 d192 causal
 b1 h1 q3 k1100 d16                         # many tiles of keys, and of queries: few scores, but every loop is long
 b1 h1 q1100 k3 d16 causal
 b2 h2/1 q1 k700 d16                        # decoding: many keys, and groups
+b1 h1 q1 k8300 d16                         # more keys than any number of splits that is fixed
 b1 h1 q700 k900 d16 causal                 # both long
 b1 h8/2 q33 k40 d32 causal                 # groups of four, and more heads than any power of two below them
 b1 h17 q20 k20 d16
 b5 h13/1 q4 k4 d16 causal                  # more than 64 heads of all batch entries
+b6 h48 q3 k3 d16 causal                    # more programs than a GPU has processors, twice over
+b1 h71/1 q4 k20 d64 causal                 # Falcon's: one key head for more query heads than a block holds
 b1 h12/1 q3 k40 d16 causal-br              # groups of twelve, and of four
 b1 h20/5 q20 k20 d16 causal
 b1 h1 q20 k192 d16                         # an odd number of whole tiles
@@ -75,6 +80,7 @@ b1 h2/1 q40 k40 d160 causal
 b1 h2 q40 k40 d33 causal                   # no multiple of a vector
 b1 h1 q300 k20 d16 dropout0.3
 b1 h1 q150 k150 d16 causal dropout0.3      # several tiles, each with counters of its own
+b1 h1 q40 k1100 d16 dropout0.3             # which a byte of them does not tell apart
 b1 h4/1 q20 k40 d128 dropout0.3
 b1 h2 q300 k140 d64 blocks0.5
 b2 h2/1 q257 k257 d32 causal blocks0.6 transposed
@@ -124,7 +130,7 @@ b1 h1 q129 k129 d64 shift-300
 b1 h1 q70 k150 d64 causal-br shift-100     # the last tile is hidden from some rows, whose scores are far below 0
 b1 h1 q140 k300 d64 spike x12               # beside a sink, whole tiles weigh little, and not nothing
 b1 h1 q20 k2100 d32 spike x12
-b1 h1 q140 k300 d64 rising x30             # by 13 from tile to tile: a maximum that lags behind lets weights grow beyond float16
+b1 h1 q60 k700 d64 rising x70              # by 13 from tile to tile: a maximum that lags behind lets weights grow beyond float16
 b1 h1 q140 k140 d64 positive shift100
 b1 h2 q140 k300 d64 blocks0.5 shift-150     # the first tile that is visited may be hidden: a maximum that stays 0 then loses every weight
 """
@@ -253,13 +259,30 @@ def trained(dtype: Dtype, device: Device) -> list[Case]:
 
 
 def inferred(dtype: Dtype, device: Device) -> list[Case]:
-    """What is asked without gradients: a prompt and decoding, with several tiles of keys."""
-    return _lines("b1 h1 q24 k24 d40 causal\nb1 h4/2 q20 k200 d64\nb2 h2 q1 k150 d64", dtype)
+    """What is asked without gradients: a prompt and decoding, with several tiles of keys; and every option, which a path of its own may not be told."""
+    text = """
+    b1 h1 q24 k24 d40 causal
+    b1 h4/2 q20 k600 d64
+    b2 h2 q1 k150 d64
+    b1 h1 q1 k8300 d16
+    b1 h1 q20 k40 d16 scale0.3
+    b1 h1 q20 k40 d16 causal-br
+    b1 h1 q20 k40 d16 dropout0.3
+    b1 h1 q20 k400 d16 blocks0.5
+    """
+    return _lines(text, dtype)
 
 
 def partly_trained(dtype: Dtype, device: Device) -> list[Case]:
-    """Groups, several tiles of keys and dropout, for some of the three gradients."""
-    return _lines("b1 h1 q24 k24 d40 causal\nb1 h2/1 q20 k130 d16\nb1 h1 q24 k24 d16 dropout0.3", dtype)
+    """Groups, several tiles of keys and of queries, scale and dropout, for some of the three gradients."""
+    text = """
+    b1 h1 q24 k24 d40 causal
+    b1 h2/1 q20 k130 d16
+    b1 h1 q130 k20 d16 scale0.3
+    b1 h1 q130 k20 d16
+    b1 h1 q24 k24 d16 dropout0.3
+    """
+    return _lines(text, dtype)
 
 
 def general_position(dtype: Dtype, device: Device) -> list[Case]:
@@ -267,6 +290,9 @@ def general_position(dtype: Dtype, device: Device) -> list[Case]:
     sixteen_bit = """
     b1 h1 q32 k4000 d16           # many tiles of keys: what is summed in 16 bit between them
     b1 h1 q2000 k20 d16           # many tiles of queries
+    b1 h1 q32 k700 d128           # the same of the usual head dim
+    b1 h1 q700 k32 d128
+    b1 h1 q700 k700 d16 causal    # and of causal kernels
     b1 h8/1 q64 k64 d32           # many heads to a key head: what is summed in 16 bit between them
     b1 h1 q140 k140 d64 causal sharp
     b1 h1 q140 k140 d64 positive
@@ -291,6 +317,11 @@ def uniform(dtype: Dtype, device: Device) -> list[Case]:
 def one_hot(dtype: Dtype, device: Device) -> list[Case]:
     """Head dims that have codes enough, far enough apart."""
     return _lines("b2 h1 q70 k70 d64\nb1 h4/2 q40 k66 d64\nb1 h1 q70 k70 d64 causal", dtype)
+
+
+def zeros(dtype: Dtype, device: Device) -> list[Case]:
+    """Plain cases, with one of the tensors zero."""
+    return _lines("b1 h2 q40 k70 d64\nb1 h1 q66 k66 d40 causal", dtype)
 
 
 def unity(dtype: Dtype, device: Device) -> list[Case]:

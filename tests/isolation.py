@@ -103,6 +103,9 @@ class Guest:
 
     def serve(self, session: pytest.Session) -> None:
         """Runs checks until no more come."""
+        for unheard in ("PytestUnraisableExceptionWarning", "PytestUnhandledThreadExceptionWarning"):
+            # Of an object that a kernel left to the collector, or a thread of its own. It comes up in whichever check then runs, and is no answer to a case.
+            session.config.addinivalue_line("filterwarnings", f"ignore::pytest.{unheard}")
         items = {item.nodeid: item for item in session.items}
         while True:
             try:

@@ -470,6 +470,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
         diary.begin(pyfuncitem.nodeid, subject.unfinished())
     try:
         result = yield
+    except Exception as error:
+        if isinstance(subject, Subject):
+            subject.emit(subject.ended_by(error))  # whoever raised it: a check that did not come to its end is no pass in the report either
+        raise
     finally:
         if diary:
             diary.end()

@@ -47,6 +47,7 @@ class Subject:
     failures: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     judged: int = 0
+    carried: bool = False  # whether the output of any case of the check carried a gradient
 
     @property
     def tensors(self) -> tuple[TensorName, ...]:
@@ -121,13 +122,15 @@ class Subject:
     def _carries_gradient(self, case: Case, carries: bool) -> bool:
         """Whether a backward can follow; if not, that is recorded."""
         if carries:
-            return True
-        if self.implementation.bare:
+            self.carried = True
+        elif not self.implementation.bare:
+            self.fail(case, "the output carries no gradient, and backward is claimed")
+        elif self.carried:
+            self.fail(case, "the output carries no gradient, and that of another case does: here it is lost without a word")
+        else:
             self.refusals.append("the output carries no gradient")
             self._emit(case, "refused", message="the output carries no gradient: backward is not verified")
-        else:
-            self.fail(case, "the output carries no gradient, and backward is claimed")
-        return False
+        return carries
 
     def is_slow(self, case: Case, *, backward: bool) -> bool:
         """Whether a long sequence takes a tenth of a second or more, twice: the first call may have compiled. The next one takes about ten times as long."""
@@ -246,6 +249,10 @@ class Subject:
         """What is to be recorded, with a case and in words, if this process does not survive the check."""
         about = self._judgement(Case(), "known defect" if self.defect else "failed", link=self.defect["link"] if self.defect else "")
         return msgspec.structs.replace(about, case="")
+
+    def ended_by(self, error: Exception) -> Judgement:
+        """What is to be recorded where an exception ends the check itself, as it may after a call that left the process in another state."""
+        return msgspec.structs.replace(self.unfinished(), message=f"the check was ended by {type(error).__name__}: {error}")
 
     def _emit(self, case: Case, status: Status, **fields: object) -> None:
         if status == "failed" and self.defect:

@@ -4,7 +4,7 @@ tensors share their memory. Whatever the way, it is judged by its bound.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -37,13 +37,18 @@ def test_some_gradients(subject: Subject) -> None:
 
 @pytest.mark.check(grid=grids.trained, claims=("backward",))
 def test_two_forwards(subject: Subject) -> None:
-    """Two calls before the backward of either, which then come in the order of the calls and in the opposite one, as in a network of two layers."""
+    """Two calls before the backward of either, which then come in the order of the calls and in the opposite one, as in a network of two layers. The calls
+    differ in values, scale and dropout; in the mask; or in their block masks."""
     for case in subject.cases[-1:]:
         supports = subject.implementation.supports
         first = replace(case, dropout=0.25 if supports.dropout else 0.0)
         other = replace(first, seed=case.seed + 1, scale=0.5 if supports.scale != "default" else case.scale)
-        for step, order in ((1, "the first call's first"), (-1, "the last call's first")):
-            calls = [subject.forward(one, inputs(one, subject.device)) for one in (first, other)]
+        pairs = [(first, other), (case, replace(case, mask="full"))]
+        if supports.block_mask:
+            blocks = replace(case, mask="full", keys=600, blocks=0.5)
+            pairs.append((blocks, replace(blocks, seed=case.seed + 1)))
+        for pair, (step, order) in product(pairs, ((1, "the first call's first"), (-1, "the last call's first"))):
+            calls = [subject.forward(one, inputs(one, subject.device)) for one in pair]
             for call in calls[::step]:
                 answer = subject.backward(call)
                 if call is not None and answer is not None:

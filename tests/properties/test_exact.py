@@ -95,6 +95,23 @@ def _sharpness(codes: Tensor, case: Case) -> float | None:
     return 2.0 ** math.ceil(math.log2(GAP / apart)) if apart > 0.0 else None
 
 
+@pytest.mark.check(grid=grids.zeros)
+def test_zeros(subject: Subject) -> None:
+    """V = 0, dO = 0 and all of Q, K, V and dO 0, as of a layer that is initialised with zeros or a loss that does not ask for this head: what is a product
+    with 0 is 0. A kernel that divides by the largest element of a tensor gives NaN."""
+    for case in subject.cases:
+        given = inputs(case, subject.device)
+        query, key, value, dout = (torch.zeros_like(tensor) for tensor in (given.query, given.key, given.value, given.dout))
+        for words, zero in (
+            ("every value is 0", replace(given, value=value)),
+            ("the output gradient is 0", replace(given, dout=dout)),
+            ("every input is 0", replace(given, query=query, key=key, value=value, dout=dout)),
+        ):
+            answer = answer_to(subject, case, zero)
+            if answer is not None:
+                expect_inside_bound(subject, case, answer, zero, words)
+
+
 @pytest.mark.check(grid=grids.unity)
 def test_unity(subject: Subject) -> None:
     """V = 1, also under a sink: the output is 1, and so is its mean, since weights that are cast to nearest lean to neither side; dQ and dK are 0.
