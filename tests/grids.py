@@ -292,7 +292,7 @@ def general_position(dtype: Dtype, device: Device) -> list[Case]:
     b1 h1 q2000 k20 d16           # many tiles of queries
     b1 h1 q32 k700 d128           # the same of the usual head dim
     b1 h1 q700 k32 d128
-    b1 h1 q700 k700 d16 causal    # and of causal kernels
+    b1 h1 q1300 k1300 d8 causal   # and of causal kernels
     b1 h8/1 q64 k64 d32           # many heads to a key head: what is summed in 16 bit between them
     b1 h1 q140 k140 d64 causal sharp
     b1 h1 q140 k140 d64 positive
