@@ -47,7 +47,7 @@ class Subject:
     failures: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     judged: int = 0
-    carried: bool = False  # whether the output of any case of the check carried a gradient
+    carried: bool = False  # whether the output of any call of the check carried a gradient
 
     @property
     def tensors(self) -> tuple[TensorName, ...]:
@@ -126,7 +126,7 @@ class Subject:
         elif not self.implementation.bare:
             self.fail(case, "the output carries no gradient, and backward is claimed")
         elif self.carried:
-            self.fail(case, "the output carries no gradient, and that of another case does: here it is lost without a word")
+            self.fail(case, "the output carries no gradient, and that of an earlier call did: here it is lost without a word")
         else:
             self.refusals.append("the output carries no gradient")
             self._emit(case, "refused", message="the output carries no gradient: backward is not verified")

@@ -31,6 +31,20 @@ def innocent(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = Fal
     return attention(query, key, value, is_causal, scale)
 
 
+class _Table:
+    """Holds a file that is closed by nobody, in a cycle that only the collector ends, which Python warns of at a moment of its own."""
+
+    def __init__(self) -> None:
+        self.file = open(os.devnull)  # noqa: SIM115
+        self.itself = self
+
+
+def untidy(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None) -> Tensor:
+    """Right, and no more than untidy."""
+    _Table()
+    return attention(query, key, value, is_causal, scale)
+
+
 def after(act: Callable[[Tensor, Tensor, Tensor], object]) -> Kernel:
     """Attention, once something else is done."""
 
@@ -189,6 +203,15 @@ def refuses_the_second_call(query: Tensor, key: Tensor, value: Tensor) -> Tensor
     if _count() > 1:
         raise RuntimeError("already in use")
     return attention(query, key, value)
+
+
+_calls_with_gradient = iter(range(sys.maxsize))
+
+
+def loses_its_gradient(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Every third time."""
+    out = attention(query, key, value, is_causal)
+    return out.detach() if next(_calls_with_gradient) % 3 == 2 else out
 
 
 def ignores_scale(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None) -> Tensor:
