@@ -66,12 +66,11 @@ b1 h1 q65 k66 d192 causal
 b1 h1 q3 k1100 d16                         # many tiles of keys, and of queries: few scores, but every loop is long
 b1 h1 q1100 k3 d16 causal
 b2 h2/1 q1 k700 d16                        # decoding: many keys, and groups
-b1 h1 q1 k8300 d16                         # more keys than any number of splits that is fixed
 b1 h1 q700 k900 d16 causal                 # both long
 b1 h8/2 q33 k40 d32 causal                 # groups of four, and more heads than any power of two below them
 b1 h17 q20 k20 d16
 b5 h13/1 q4 k4 d16 causal                  # more than 64 heads of all batch entries
-b6 h48 q3 k3 d16 causal                    # more programs than a GPU has processors, twice over
+b3 h50 q3 k3 d16 causal                    # more programs than a GPU has processors
 b1 h71/1 q4 k20 d64 causal                 # Falcon's: one key head for more query heads than a block holds
 b1 h12/1 q3 k40 d16 causal-br              # groups of twelve, and of four
 b1 h20/5 q20 k20 d16 causal
@@ -80,13 +79,13 @@ b1 h2/1 q40 k40 d160 causal
 b1 h2 q40 k40 d33 causal                   # no multiple of a vector
 b1 h1 q300 k20 d16 dropout0.3
 b1 h1 q150 k150 d16 causal dropout0.3      # several tiles, each with counters of its own
-b1 h1 q40 k1100 d16 dropout0.3             # which a byte of them does not tell apart
 b1 h4/1 q20 k40 d128 dropout0.3
 b1 h2 q300 k140 d64 blocks0.5
 b2 h2/1 q257 k257 d32 causal blocks0.6 transposed
 b1 h2 q140 k260 d64 causal-br blocks0.3 dropout0.2   # blocks so sparse that whole rows are empty
 b1 h1 q140 k140 d128 blocks0.5
 b1 h1 q1200 k20 d16 blocks0.5
+b1 h1 q40 k1100 d16 dropout0.3             # counters that a byte does not tell apart
 """
 
 # What each dtype rounds in its own way: scales, given or the root of a head dim that is no power of two, dropout's gain, and positions that float16 does not
@@ -101,6 +100,7 @@ b1 h1 q74 k74 d64 causal scale-0.2
 b1 h1 q75 k77 d64 causal scale0
 b1 h4/2 q70 k130 d40 mixed
 b1 h1 q8 k2300 d16 causal-br               # the end of a long sequence, whose positions float16 does not hold
+b1 h1 q1 k8300 d16                         # more keys than any number of splits that is fixed
 b1 h1 q46 k43 d112 scale0.2
 b1 h2 q45 k46 d200 transposed
 b3 h2/1 q20 k40 d96 dropout0.9
