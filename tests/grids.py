@@ -320,7 +320,7 @@ def one_hot(dtype: Dtype, device: Device) -> list[Case]:
 
 
 def zeros(dtype: Dtype, device: Device) -> list[Case]:
-    """Plain cases, with one of the tensors zero."""
+    """Plain cases, of which tensors are made zero."""
     return _lines("b1 h2 q40 k70 d64\nb1 h1 q66 k66 d40 causal", dtype)
 
 

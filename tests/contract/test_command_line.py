@@ -1,4 +1,4 @@
-"""The exit status, 0 only if every selected implementation was verified; and what is wrong with an option, in words."""
+"""The exit status, 0 only if every selected implementation was verified; what is wrong with an option, in words; and a check that is itself at fault."""
 
 import argparse
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from reports import record
 from tests import plugin
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +50,19 @@ def value_by_strides_of_key(query, key, value):
 
 half = Implementation(name="half", attention=right, supports=Supports(dtypes=("float16",)))
 misspelt = Implementation(name="misspelt", attention=right, supports=Supports(causal=("topleft",)))
+"""
+
+BROKEN_CHECK = """
+import pytest
+
+from tests import grids
+from tests.subject import Subject
+
+
+@pytest.mark.check(grid=grids.summed)
+def test_broken(subject: Subject) -> None:
+    subject.judge(subject.cases[0], ("out",))
+    raise LookupError("no such tile")
 """
 
 
@@ -136,6 +150,19 @@ def test_records_go_into_a_file(tmp_path: Path) -> None:
     assert plugin._records(tmp_path / "new" / "run.jsonl").parent.is_dir()
     with pytest.raises(OSError, match="is a directory; name a file"):
         plugin._records(tmp_path)
+
+
+def test_a_check_that_an_exception_ends(kernels: Path) -> None:
+    """It is a failed record beside those it made before, so that no report shows the check as passed."""
+    check, records = kernels.parent / "test_broken.py", kernels.parent / "broken.jsonl"
+    check.write_text(BROKEN_CHECK)
+    asked = ["--impl", f"{kernels}:right", "--dtype", "float32", f"--records={records}"]
+    plain = ["-p", "tests.plugin", "-p", "no:cacheprovider", f"--rootdir={ROOT}", f"--config-file={ROOT}/pyproject.toml", "-q", "-n0"]
+    ended = subprocess.run([sys.executable, "-m", "pytest", *plain, *asked, str(check)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    judged, ended_by = [each for each in record.read(records) if isinstance(each, record.Judgement)]
+    assert (judged.tensor, judged.status) == ("out", "passed")
+    assert (ended_by.status, ended_by.message) == ("failed", "the check was ended by LookupError: no such tile")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")

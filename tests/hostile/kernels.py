@@ -205,13 +205,10 @@ def refuses_the_second_call(query: Tensor, key: Tensor, value: Tensor) -> Tensor
     return attention(query, key, value)
 
 
-_calls_with_gradient = iter(range(sys.maxsize))
-
-
 def loses_its_gradient(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
     """Every third time."""
     out = attention(query, key, value, is_causal)
-    return out.detach() if next(_calls_with_gradient) % 3 == 2 else out
+    return out.detach() if _count() % 3 == 0 else out
 
 
 def ignores_scale(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None) -> Tensor:
