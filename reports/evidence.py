@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -48,7 +49,7 @@ class Judged:
     judgement: Judgement
     machine: Machine
 
-    @property
+    @cached_property
     def rho(self) -> float | str | None:
         """The larger of the two figures that gate; None for a yes-or-no property."""
         return worst_rho(self.judgement)
@@ -66,6 +67,14 @@ class Kernel:
     memory: tuple[tuple[Memory, Machine], ...]
     traffic: tuple[Traffic, ...]
     resources: tuple[Resources, ...]
+
+    @cached_property
+    def judged_in(self) -> dict[tuple[Machine, str, str], list[Judged]]:
+        """What was judged on a machine, in a dtype, by a check."""
+        of_cell: defaultdict[tuple[Machine, str, str], list[Judged]] = defaultdict(list)
+        for judged in self.judged:
+            of_cell[judged.machine, judged.judgement.dtype, judged.judgement.check].append(judged)
+        return dict(of_cell)
 
 
 @dataclass(frozen=True)

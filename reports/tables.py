@@ -84,7 +84,7 @@ def _row(kernel: Kernel, machine: Machine, span: int, dtype: str, checks: tuple[
 
 def cell(kernel: Kernel, machine: Machine, dtype: str, check: str) -> Cell:
     """What a check found, or why it found nothing."""
-    judged = [j for j in kernel.judged if (j.machine, j.judgement.dtype, j.judgement.check) == (machine, dtype, check)]
+    judged = kernel.judged_in.get((machine, dtype, check))
     return found(judged) if judged else _absent(kernel, machine, dtype, check)
 
 

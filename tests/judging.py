@@ -72,24 +72,23 @@ def _exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
     and a small step waits longer for its turn than it takes.
     """
     problem = inputs(case, device).problem(case)
-    bounded = _bounded(problem, arithmetic)
     if case.batch * case.heads * case.queries * case.keys * case.dim <= CERTIFIED_PRODUCTS:
-        answer, error = _enclosed(case)
-        return replace(bounded, answer=answer, error=error, certainty="certified")
+        return _bounded(problem, arithmetic, _enclosed(case))
+    bounded = _bounded(problem, arithmetic)
     if case.keys >= SAMPLED_FROM:
         _check_sampled_rows(case, problem, bounded)
         return replace(bounded, certainty="sampled")
     return bounded
 
 
-def _bounded(problem: Problem, arithmetic: Arithmetic) -> Exact:
-    """The float64 result with its own bound, whatever the problem."""
+def _bounded(problem: Problem, arithmetic: Arithmetic, enclosed: tuple[Attention, Attention] | None = None) -> Exact:
+    """The bound around the enclosed result, or around that of float64, which has a bound of its own, whatever the problem."""
     claim = bounds.Claim(arithmetic)
-    evaluation = bounds.evaluate(problem, [claim, bounds.FLOAT64, bounds.without_casts(claim)])
-    bound, error, statistical = (_on_cpu(each) for each in evaluation.bounds)
+    evaluation = bounds.evaluate(problem, [claim, bounds.without_casts(claim), *([] if enclosed else [bounds.FLOAT64])])
+    bound, statistical, *own = (_on_cpu(each) for each in evaluation.bounds)
+    answer, error = enclosed or (_on_cpu(evaluation.answer), own[0])
     casts = [_on_cpu(each) for each in evaluation.casts_of(arithmetic)]
-    gates = bounds.has_statistical_gate(problem, arithmetic)
-    return Exact(_on_cpu(evaluation.answer), error, bound, statistical, gates, casts, "bounded")
+    return Exact(answer, error, bound, statistical, bounds.has_statistical_gate(problem, arithmetic), casts, "certified" if enclosed else "bounded")
 
 
 _exact_short = lru_cache(maxsize=256)(_exact)

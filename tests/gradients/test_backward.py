@@ -18,7 +18,7 @@ def test_backward_over_lengths(subject: Subject) -> None:
     """One shape over sequence lengths, up to one that takes an implementation long."""
     for case in subject.cases:
         subject.judge(case, BACKWARD, axes={"queries": case.queries})
-        if subject.is_slow(case, backward=True):
+        if case is not subject.cases[-1] and subject.is_slow(case, backward=True):
             break
 
 

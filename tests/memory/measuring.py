@@ -16,8 +16,7 @@ Method = Literal["allocator", "counted"]
 
 def peak_bytes(call: Callable[[], Result], device: str) -> tuple[int, Result]:
     """The largest number of bytes that the call held at once, its results included, and its results."""
-    gc.collect()  # what is freed while it runs must be its own
-    gc.disable()
+    gc.disable()  # what is freed while it runs must be its own
     try:
         return _peak_on_gpu(call) if device == "cuda" else _peak_on_cpu(call)
     finally:

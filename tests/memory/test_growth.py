@@ -18,7 +18,7 @@ from tests.running import arguments, calling
 from tests.subject import Subject
 
 Direction = Literal["forward", "backward"]
-SECONDS = 2.0  # a length that took longer than this is the last one measured
+SECONDS = 1.0  # a length that took longer than this is the last one measured
 MATRIX_BYTES = {"cpu": 2**28, "cuda": 2**34}  # nor is one whose full attention matrix is larger, unless memory was seen to be linear
 
 
