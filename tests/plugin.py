@@ -351,9 +351,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
     # The checks with the most to do first, so that no long one is left to the end; and those of one grid and dtype together, whose exact results a worker then
-    # remembers, and of one target; on a GPU, where items go to the workers one by one, those of one check, so that the forward finds the kernels that the backward had compiled.
-    # Of a stranger's kernel, whose hosts take turns, too: a fault may be one dtype's. And before them the checks of the call itself: they take a second, and a
-    # kernel that answers for another call shows it there.
+    # remembers, and of one target; on a GPU, where items go to the workers one by one, those of one check, so that the forward finds the kernels that the
+    # backward had compiled. Of a stranger's kernel, whose hosts take turns, too: a fault may be one dtype's. And before them the checks of the call itself: they
+    # take a second, and a kernel that answers for another call shows it there.
     items.sort(key=lambda item: (not (state.hosts and item.path.name == "test_call.py"), *_weight(state, item)))
     for item in items:
         target = _target(item)
