@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from threadpoolctl import threadpool_limits
 
 from impls import catalogue
 from impls.spec import DTYPES, Device, Dtype, Implementation
@@ -92,8 +93,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.benchmark_skip = True  # timed tests run when they are asked for, and then alone
     config.addinivalue_line("markers", "check(grid=..., claims=(), single=True): a check of an implementation over a grid of cases; single: it takes a --case")
     config.addinivalue_line("markers", "gpu: runs on a CUDA device")
-    # The cases are small: a second thread waits more than it computes, and workers (-n) use the other cores better.
+    # The cases are small: a second thread waits more than it computes, and workers (-n) use the other cores better. NumPy's, under Triton's interpreter, waits
+    # by spinning.
     torch.set_num_threads(1)
+    threadpool_limits(1, user_api="blas")
     share_triton_cache()
     state = config.stash[STATE] = State(config)
     judging.share(state.shared)
@@ -352,8 +355,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = chosen
     # The checks with the most to do first, so that no long one is left to the end; and those of one grid and dtype together, whose exact results a worker then
     # remembers, and of one target; on a GPU, where items go to the workers one by one, those of one check, so that the forward finds the kernels that the
-    # backward had compiled. Of a stranger's kernel, whose hosts take turns, too: a fault may be one dtype's. And before them the checks of the call itself: they
-    # take a second, and a kernel that answers for another call shows it there.
+    # backward had compiled. Of a stranger's kernel, whose hosts take turns, too: a fault may be one dtype's. And before them the checks of the call itself:
+    # they take a second, and a kernel that answers for another call shows it there.
     items.sort(key=lambda item: (not (state.hosts and item.path.name == "test_call.py"), *_weight(state, item)))
     for item in items:
         target = _target(item)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from threadpoolctl import threadpool_limits
 
 import impls.triton  # noqa: F401, interpreted, where there is no GPU: it is decided before Triton is imported
 from impls import catalogue
@@ -122,6 +123,7 @@ def tried(job: Job) -> list[Trial]:
 def all_tried(work: list[Job], processes: int) -> Iterator[tuple[Job, list[Trial]]]:
     """In this process, or in several."""
     torch.set_num_threads(1)
+    threadpool_limits(1, user_api="blas")
     if processes == 1:
         for job in work:
             yield job, tried(job)
