@@ -130,6 +130,7 @@ b1 h1 q129 k129 d64 shift-300
 b1 h1 q70 k150 d64 causal-br shift-100     # the last tile is hidden from some rows, whose scores are far below 0
 b1 h1 q140 k300 d64 spike x12               # beside a sink, whole tiles weigh little, and not nothing
 b1 h1 q20 k2100 d32 spike x12
+b1 h1 q1 k300 d16 spike x16                # and less still, which a threshold may take for nothing
 b1 h1 q60 k700 d64 rising x70              # by 13 from tile to tile: a maximum that lags behind lets weights grow beyond float16
 b1 h1 q140 k140 d64 positive shift100
 b1 h2 q140 k300 d64 blocks0.5 shift-150     # the first tile that is visited may be hidden: a maximum that stays 0 then loses every weight
@@ -289,7 +290,7 @@ def general_position(dtype: Dtype, device: Device) -> list[Case]:
     """Cases whose errors are independent of one another, so that their mean square is known; each brings out another rounding."""
     sixteen_bit = """
     b1 h1 q32 k4000 d16           # many tiles of keys: what is summed in 16 bit between them
-    b1 h1 q2000 k20 d16           # many tiles of queries
+    b1 h1 q4000 k20 d16           # many tiles of queries
     b1 h1 q32 k700 d128           # the same of the usual head dim
     b1 h1 q700 k32 d128
     b1 h1 q1300 k1300 d8 causal   # and of causal kernels
@@ -351,8 +352,8 @@ def batches(dtype: Dtype, device: Device) -> list[Case]:
 
 
 def allocated(dtype: Dtype, device: Device) -> list[Case]:
-    """Small tensors: an allocator hands small blocks out again. Lengths leave tails to be padded."""
-    return _lines("b1 h2 q65 k65 d64 causal\nb1 h1 q20 k70 d40", dtype)
+    """Small tensors: an allocator hands small blocks out again. Lengths leave tails to be padded; a split of keys may have none that a query sees."""
+    return _lines("b1 h2 q65 k65 d64 causal\nb1 h1 q20 k70 d40\nb1 h1 q20 k300 d16 causal", dtype)
 
 
 def summed(dtype: Dtype, device: Device) -> list[Case]:
