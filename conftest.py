@@ -1,3 +1,34 @@
-"""pytest's way in. The command line and the collection are in tests/plugin.py."""
+"""A clone of flashproof: its options are always there, and so is its plugin, whether the clone is installed or not."""
 
-pytest_plugins = ["tests.plugin"]
+from pathlib import Path
+
+import pytest
+
+from flashproof import pytest_plugin
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Registers the plugin if pytest did not find it among the installed ones."""
+    if not pluginmanager.is_registered(pytest_plugin):
+        pluginmanager.register(pytest_plugin, "flashproof")
+    pytest_plugin.add_options(parser)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Leaves the benchmarks out, unless they are asked for: they run alone."""
+    if not config.getoption("benchmark_only", default=False):
+        config.option.benchmark_skip = True
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site of a CPU run and a GPU run whose records were made by hand, for the tests of the report."""
+    from flashproof.reports.pages import write_site
+    from flashproof.tests.suite.reports import building
+
+    records, directory = tmp_path_factory.mktemp("records"), tmp_path_factory.mktemp("site")
+    runs = {"cpu": building.cpu_run(), "gpu": building.gpu_run()}
+    paths = [building.write(records / f"{name}.jsonl", run) for name, run in runs.items()]
+    assert write_site(paths, directory) == directory / "index.html"
+    return directory

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from impls.spec import Alignment
+from flashproof.impls.spec import Alignment
 
 BLOCK = 128  # a block mask has one entry for each 128 x 128 block of scores
 MAX_DIM = 256

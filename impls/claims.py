@@ -10,7 +10,7 @@ from itertools import product
 from math import isfinite
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from impls.spec import DTYPES, Arithmetic, Device, Implementation
+from flashproof.impls.spec import DTYPES, Arithmetic, Device, Implementation
 
 
 def check(implementation: Implementation) -> None:

@@ -32,7 +32,7 @@ from flint import arb, arb_mat, ctx
 from jaxtyping import Int
 from torch import Tensor
 
-from oracles.problem import Problem
+from flashproof.oracles.problem import Problem
 
 BITS = 100  # of a weight
 _PART = 256  # rows of a mask drawn at once

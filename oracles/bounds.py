@@ -16,10 +16,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from impls.spec import Arithmetic
-from oracles import naive
-from oracles.naive import Attention, Rows
-from oracles.problem import Problem
+from flashproof.impls.spec import Arithmetic
+from flashproof.oracles import naive
+from flashproof.oracles.naive import Attention, Rows
+from flashproof.oracles.problem import Problem
 
 # The analysis is of first order where exp(x) - 1 is not taken as it is; what is left out is below one part in a hundred of what is kept.
 SECOND_ORDER = 1.01

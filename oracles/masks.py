@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from impls.spec import Alignment
+from flashproof.impls.spec import Alignment
 
 BLOCK = 128  # scores that share one entry of a block mask: 128 queries by 128 keys
 

@@ -14,7 +14,7 @@ import torch
 from mpmath import mp, mpf
 from torch import Tensor
 
-from oracles.problem import Problem
+from flashproof.oracles.problem import Problem
 
 BITS = 200
 

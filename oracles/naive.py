@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from oracles.problem import Problem
+from flashproof.oracles.problem import Problem
 
 BLOCK_SCORES = 2**22  # scores held at once: 32 MiB in float64
 

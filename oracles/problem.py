@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from jaxtyping import Float
 from torch import Tensor
 
-from oracles.masks import Dropout, Mask
+from flashproof.oracles.masks import Dropout, Mask
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,11 +23,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from impls.spec import Arithmetic
-from oracles import bounds, naive
-from oracles.bounds import Claim, Units
-from oracles.naive import Attention, Rows
-from oracles.problem import Problem
+from flashproof.impls.spec import Arithmetic
+from flashproof.oracles import bounds, naive
+from flashproof.oracles.bounds import Claim, Units
+from flashproof.oracles.naive import Attention, Rows
+from flashproof.oracles.problem import Problem
 
 
 def is_modelled(problem: Problem, arithmetic: Arithmetic) -> bool:

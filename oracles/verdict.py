@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from oracles import bounds
+from flashproof.oracles import bounds
 
 BIAS_BLOCKS = 64  # blocks of rows, or of columns, over which the standard error of the bias is taken, at most
 BIAS_FEWEST_BLOCKS = 16  # with fewer rows or columns, a standard error says too little and bias is not judged

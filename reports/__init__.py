@@ -1,1 +1,4 @@
 """The accuracy report: typed records of what was verified, and the HTML made from them. Never imports torch."""
+
+if __name__ != "flashproof.reports":
+    raise ImportError("import it as flashproof.reports: under a second name, its modules would be loaded twice")

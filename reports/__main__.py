@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from reports.pages import write_site
+from flashproof.reports.pages import write_site
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

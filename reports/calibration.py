@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from oracles.bounds import BIAS_STANDARD_ERRORS, RMS_ALLOWANCE, RMS_STANDARD_ERRORS
-from reports.evidence import DTYPES, TENSORS, Evidence, Judged, gather, size
+from flashproof.oracles.bounds import BIAS_STANDARD_ERRORS, RMS_ALLOWANCE, RMS_STANDARD_ERRORS
+from flashproof.reports.evidence import DTYPES, TENSORS, Evidence, Judged, gather, size
 
 HEAD = """# Calibration
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from reports.evidence import TENSORS, Machine, size
-from reports.tables import Growth, Series, Sweep
+from flashproof.reports.evidence import TENSORS, Machine, size
+from flashproof.reports.tables import Growth, Series, Sweep
 
 # Read well on white and on near-black (contrast above 3 on both).
 BLUE, ORANGE, GREEN, PINK, VIOLET, BROWN = "#2f7fd1", "#d0700f", "#17957a", "#d1487f", "#8a6fd1", "#a0763a"

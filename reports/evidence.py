@@ -11,11 +11,10 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from reports.record import Absence, Claim, Curve, Environment, Judge, Judgement, Memory, Record, Resources, Specimen, Traffic, Trial, read
+from flashproof.reports.record import LAYERS, Absence, Claim, Curve, Environment, Judge, Judgement, Memory, Record, Resources, Specimen, Traffic, Trial, read
 
 DTYPES = ("float32", "float16", "bfloat16")
 TENSORS = ("out", "lse", "dq", "dk", "dv")
-LAYERS = ("contract", "accuracy", "gradients", "stability", "masks", "properties", "memory", "determinism")
 
 
 def size(figure: float | str | None) -> float:

@@ -4,8 +4,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
-from reports.evidence import Mutation
-from reports.record import Judge, Specimen, Trial
+from flashproof.reports.evidence import Mutation
+from flashproof.reports.record import Judge, Specimen, Trial
 
 Verdict = Literal["rejected", "in some dtypes", "let through", "false alarm", "accepted", "not tried"]
 

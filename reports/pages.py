@@ -9,9 +9,9 @@ from typing import NamedTuple
 import jinja2
 from markupsafe import Markup, escape
 
-from reports import charts, mutants, tables, wording
-from reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, Mutation, dtype_order, gather, severity, size
-from reports.record import Environment
+from flashproof.reports import charts, mutants, tables, wording
+from flashproof.reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, Mutation, dtype_order, gather, severity, size
+from flashproof.reports.record import Environment
 
 GENERATOR = "flashproof"  # marks the files that a later site may replace
 SHOWN = 20  # failures told in full; all are listed with their check
@@ -242,7 +242,7 @@ def plain(field: object) -> str:
 @cache
 def _templates() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("reports"),
+        loader=jinja2.PackageLoader("flashproof.reports"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -263,7 +263,6 @@ def _templates() -> jinja2.Environment:
         "place": charts.places,
         "exceeds": lambda judged: size(judged.rho) > 1,
         "linked": linked,
-        "is_block": wording.is_block,
         "plain": plain,
     }
     environment.globals |= {"generator": GENERATOR, "titles": TITLES, "states": tables.STATES}

@@ -13,13 +13,18 @@ Tensor = Literal["out", "lse", "dq", "dk", "dv"]
 Certainty = Literal["certified", "bounded", "sampled", "exact"]
 Status = Literal["passed", "failed", "refused", "known defect"]
 
+# The layers of checks, in the order in which each assumes the ones before it. A check is called "layer/what it asks".
+LAYERS = ("contract", "accuracy", "gradients", "stability", "masks", "properties", "memory", "determinism")
+
 
 class Environment(msgspec.Struct, tag="environment", kw_only=True, frozen=True):
     """Where and when a run took place. The first record of a run."""
 
     run: str  # joins the records of one run
     date: str  # ISO 8601, UTC
-    commit: str  # of flashproof; ends in "+" when the tree had changes
+    commit: str  # of flashproof, when it ran from a clone of its own; ends in "+" when the tree had changes
+    project_commit: str = ""  # of the repository that the run was started in
+    whole: bool = True  # whether every case was run that the run's implementations claim: nothing narrowed it
     device: str  # "NVIDIA H200" or the CPU's name
     kind: Literal["cpu", "cuda"]
     versions: dict[str, str]  # {"python": ..., "torch": ..., "triton": ..., "cuda": ..., "driver": ...}, what is there
@@ -32,8 +37,8 @@ class Claim(msgspec.Struct, tag="claim", kw_only=True, frozen=True):
     run: str
     implementation: str
     summary: str
-    supports: dict[str, str | int | float | bool | list[str | int]]  # the fields of impls.spec.Supports
-    arithmetic: dict[str, dict[str, str | int | float | None]]  # "float16 on cuda" -> the fields of impls.spec.Arithmetic
+    supports: dict[str, str | int | float | bool | list[str | int]]  # the fields of flashproof.impls.spec.Supports
+    arithmetic: dict[str, dict[str, str | int | float | None]]  # "float16 on cuda" -> the fields of flashproof.impls.spec.Arithmetic
     bare: bool
     one_code: dict[str, list[str]] = {}  # "cuda" -> dtypes among which a run deals the cases that ask for nothing but a shape
 
@@ -73,7 +78,7 @@ class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
     certainty: Certainty | None = None
     worst: Element | None = None
     seconds: float = 0.0
-    message: str = ""  # of a failure, a refusal, a known defect: what was seen, in words
+    message: str = ""  # of a failure, a refusal or a known defect: a sentence that the figures do not say
     link: str = ""  # of a known defect: where it is reported
     axes: dict[str, float] = {}  # where the case stands in a sweep: {"queries": 1024, "magnitude": 8.0, "score": 88.5}
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from reports.evidence import DTYPES, TENSORS, Evidence, Judged, Kernel, Machine, dtype_order, severity, size
-from reports.record import Curve, Judgement, Memory
-from reports.wording import plural, rho
+from flashproof.reports.evidence import DTYPES, TENSORS, Evidence, Judged, Kernel, Machine, dtype_order, severity, size
+from flashproof.reports.record import Curve, Judgement, Memory
+from flashproof.reports.wording import plural, rho
 
 State = Literal["passed", "failed", "known defect", "refused", "not possible here", "not claimed", "not run"]
 

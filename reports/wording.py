@@ -5,8 +5,8 @@ import re
 import shlex
 from hashlib import sha256
 
-from reports.evidence import size, worst_rho
-from reports.record import Element, Judgement
+from flashproof.reports.evidence import size, worst_rho
+from flashproof.reports.record import Element, Judgement
 
 _AXES = {"out": ("batch", "head", "query", "dim"), "lse": ("batch", "head", "query"), "dq": ("batch", "head", "query", "dim")}
 _KEY_AXES = ("batch", "kv head", "key", "dim")
@@ -90,13 +90,10 @@ def where(judgement: Judgement) -> str:
 
 
 def failure_block(judgement: Judgement, threshold: str = "") -> str:
-    """A failure as it is printed: what, by how much, where, from where on, and the command that repeats it. A run that wrote the whole block as its message
-    is taken at its word.
+    """A failure as it is printed: what failed, by how much, where, and the command that repeats it.
 
-    threshold: "passes at magnitude 8, fails from 16", where a sweep tells.
+    threshold: "passes at magnitude 8, fails from 16", from a sweep. It is shown where the run itself found no such words.
     """
-    if is_block(judgement.message):
-        return judgement.message.strip()
     worst = worst_rho(judgement)
     head = "  ".join((judgement.implementation, judgement.tensor or judgement.check, judgement.dtype))
     lines = []
@@ -113,7 +110,7 @@ def failure_block(judgement: Judgement, threshold: str = "") -> str:
         lines.append(judgement.worst.note)
     if judgement.bias is not None and (size(worst) <= 1 or abs(judgement.bias) > (judgement.bias_allowance or 0.0)):
         lines.append(bias_line(judgement))
-    lines += [threshold, judgement.message.strip(), f"again: {repeat_line(judgement)}"]
+    lines += ["" if judgement.message else threshold, judgement.message.strip(), f"again: {repeat_line(judgement)}"]
     return "\n".join(line for line in lines if line)
 
 
@@ -121,11 +118,6 @@ def _sizes(worst: Element) -> tuple[str, str]:
     """Error and bound, to two digits, and as many as it takes to tell them apart."""
     digits = next((digits for digits in range(2, 9) if scientific(worst.error, digits) != scientific(worst.bound, digits)), 2)
     return scientific(worst.error, digits), scientific(worst.bound, digits)
-
-
-def is_block(message: str) -> bool:
-    """Whether a message is a whole failure block, with the command that repeats it."""
-    return any(line.startswith("again: ") for line in message.splitlines())
 
 
 def bias_line(judgement: Judgement) -> str:

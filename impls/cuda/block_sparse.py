@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from impls.call import BLOCK, Call, check_call
-from impls.cuda import flash
-from impls.cuda.launching import call_of, check_scale, missing, one_code, packed_seed
-from impls.spec import OWN_KERNELS, Alignment, Implementation
+from flashproof.impls.call import BLOCK, Call, check_call
+from flashproof.impls.cuda import flash
+from flashproof.impls.cuda.launching import call_of, check_scale, missing, one_code, packed_seed
+from flashproof.impls.spec import OWN_KERNELS, Alignment, Implementation
 
 # ------------------------------------------------------------------------------------------------------------------------------ lists
 

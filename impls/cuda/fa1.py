@@ -12,10 +12,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from impls.call import Call, check_call
-from impls.cuda import launching
-from impls.cuda.launching import ELEMENTS, Launch, Problem, Tile, View, call_of, check_scale, missing, one_code, packed_seed, padded_dim, sign_of, vectors
-from impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
+from flashproof.impls.call import Call, check_call
+from flashproof.impls.cuda import launching
+from flashproof.impls.cuda.launching import (
+    ELEMENTS,
+    Launch,
+    Problem,
+    Tile,
+    View,
+    call_of,
+    check_scale,
+    missing,
+    one_code,
+    packed_seed,
+    padded_dim,
+    sign_of,
+    vectors,
+)
+from flashproof.impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
 
 # ------------------------------------------------------------------------------------------------------------------------------ tiles
 

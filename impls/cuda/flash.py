@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from impls.call import Call
-from impls.cuda import launching
-from impls.cuda.launching import ELEMENTS, Launch, Problem, Tile, View, padded_dim, sign_of, vectors
-from impls.spec import Arithmetic, Device, Dtype
+from flashproof.impls.call import Call
+from flashproof.impls.cuda import launching
+from flashproof.impls.cuda.launching import ELEMENTS, Launch, Problem, Tile, View, padded_dim, sign_of, vectors
+from flashproof.impls.spec import Arithmetic, Device, Dtype
 
 # ------------------------------------------------------------------------------------------------------------------------------ tiles
 

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impls.call import Call
-from impls.spec import SIXTEEN_BIT, Device, Dtype
+from flashproof.impls.call import Call
+from flashproof.impls.spec import SIXTEEN_BIT, Device, Dtype
 
 FOLDER = Path(__file__).parent
 KERNELS = {"fa1.cu": ("forward", "backward"), "fa2.cu": ("forward", "delta", "dkey_dvalue", "dquery")}

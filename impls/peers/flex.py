@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from impls.call import BLOCK
-from impls.spec import Alignment, Device, Implementation, Supports
+from flashproof.impls.call import BLOCK
+from flashproof.impls.spec import Alignment, Device, Implementation, Supports
 
 
 @cache

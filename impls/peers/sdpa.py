@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from impls.spec import Arithmetic, Device, Dtype, Implementation, Supports, arithmetic_of_flash
+from flashproof.impls.spec import Arithmetic, Device, Dtype, Implementation, Supports, arithmetic_of_flash
 
 
 def pinned(backend: SDPBackend) -> Callable[..., Tensor]:

@@ -16,9 +16,9 @@ from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from impls.call import BLOCK, Call, check_call
-from impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
-from impls.tiled.primitives import as_operand, deltas, dropped, finite, hidden, ieee_products, on_chip, only, oriented, recomputed, tiles, visible
+from flashproof.impls.call import BLOCK, Call, check_call
+from flashproof.impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
+from flashproof.impls.tiled.primitives import as_operand, deltas, dropped, finite, hidden, ieee_products, on_chip, only, oriented, recomputed, tiles, visible
 
 
 def attention(

@@ -15,9 +15,9 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from impls.call import Call, check_call
-from impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
-from impls.tiled.primitives import as_operand, dropped, finite, hidden, ieee_products, on_chip, only, oriented, tiles, visible
+from flashproof.impls.call import Call, check_call
+from flashproof.impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
+from flashproof.impls.tiled.primitives import as_operand, dropped, finite, hidden, ieee_products, on_chip, only, oriented, tiles, visible
 
 ON_CHIP = 32 * 1024  # M: float32 numbers in 128 KiB, the shared memory of one multiprocessor
 

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 
-from impls.call import Call
-from impls.tiled.philox import kept
+from flashproof.impls.call import Call
+from flashproof.impls.tiled.philox import kept
 
 
 def tiles(length: int, size: int) -> Iterator[slice]:

@@ -20,12 +20,25 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from impls.call import BLOCK, Call, check_call
-from impls.spec import OWN_KERNELS, Alignment, Implementation
-from impls.triton import flash
-from impls.triton.flash import Loop, Tile, Tiles
-from impls.triton.primitives import INFINITY, INTERPRETED, device_function, head_of, kernel, load_rows, missing, one_code, place, store_rows, times_sign, wide
-from impls.triton.steps import attend, attended, gradients_of_keys, gradients_of_queries
+from flashproof.impls.call import BLOCK, Call, check_call
+from flashproof.impls.spec import OWN_KERNELS, Alignment, Implementation
+from flashproof.impls.triton import flash
+from flashproof.impls.triton.flash import Loop, Tile, Tiles
+from flashproof.impls.triton.primitives import (
+    INFINITY,
+    INTERPRETED,
+    device_function,
+    head_of,
+    kernel,
+    load_rows,
+    missing,
+    one_code,
+    place,
+    store_rows,
+    times_sign,
+    wide,
+)
+from flashproof.impls.triton.steps import attend, attended, gradients_of_keys, gradients_of_queries
 
 SIDE = tl.constexpr(BLOCK)  # of a block: 128 queries by 128 keys
 

@@ -29,9 +29,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from impls.call import Call, check_call
-from impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
-from impls.triton.primitives import (
+from flashproof.impls.call import Call, check_call
+from flashproof.impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
+from flashproof.impls.triton.primitives import (
     INFINITY,
     INTERPRETED,
     Launch,

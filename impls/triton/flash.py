@@ -11,10 +11,10 @@ import torch
 import triton
 from torch import Tensor
 
-from impls.call import Call
-from impls.spec import Arithmetic, Device, Dtype
-from impls.triton.primitives import INTERPRETED, Launch, Scale, call_arguments, padded_dim, with_strides
-from impls.triton.steps import delta_kernel
+from flashproof.impls.call import Call
+from flashproof.impls.spec import Arithmetic, Device, Dtype
+from flashproof.impls.triton.primitives import INTERPRETED, Launch, Scale, call_arguments, padded_dim, with_strides
+from flashproof.impls.triton.steps import delta_kernel
 
 # ------------------------------------------------------------------------------------------------------------------------------ tiles
 

@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
 
-from impls.call import Call
-from impls.spec import DTYPES, SIXTEEN_BIT, Device, Dtype
-from impls.triton.interpreting import described_once
+from flashproof.impls.call import Call
+from flashproof.impls.spec import DTYPES, SIXTEEN_BIT, Device, Dtype
+from flashproof.impls.triton.interpreting import described_once
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2_E = tl.constexpr(math.log2(math.e))

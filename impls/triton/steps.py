@@ -11,7 +11,7 @@ large they are; 2^(s c - m c), which a compiler may fuse into an fma, leaves a r
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 import triton.language as tl
 
-from impls.triton.primitives import INFINITY, LOG2_E, device_function, dot, kept, kernel, load_rows, load_tile, place, rounded, tile_of, wide
+from flashproof.impls.triton.primitives import INFINITY, LOG2_E, device_function, dot, kept, kernel, load_rows, load_tile, place, rounded, tile_of, wide
 
 # ---------------------------------------------------------------------------------------------------------------------------- forward
 

@@ -1,19 +1,18 @@
 """Output and LSE, inside the bound and without bias."""
 
-import pytest
+from flashproof import grids
+from flashproof.registry import check
+from flashproof.subject import FORWARD, Subject
 
-from tests import grids
-from tests.subject import FORWARD, Subject
 
-
-@pytest.mark.check(grid=grids.ordinary)
+@check("accuracy", grid=grids.ordinary)
 def test_forward(subject: Subject) -> None:
     """Every feature and family of the grid."""
     for case in subject.cases:
         subject.judge(case, FORWARD)
 
 
-@pytest.mark.check(grid=grids.lengths, single=False)
+@check("accuracy", grid=grids.lengths, single=False)
 def test_forward_over_lengths(subject: Subject) -> None:
     """One shape over sequence lengths, up to one that takes an implementation long."""
     for case in subject.cases:
@@ -22,14 +21,14 @@ def test_forward_over_lengths(subject: Subject) -> None:
             break
 
 
-@pytest.mark.check(grid=grids.magnitudes, single=False)
+@check("accuracy", grid=grids.magnitudes, single=False)
 def test_forward_over_magnitudes(subject: Subject) -> None:
     """One shape over the magnitude of the scores."""
     for case in subject.cases:
         subject.judge(case, FORWARD, axes={"magnitude": case.magnitude})
 
 
-@pytest.mark.check(grid=grids.small, single=False)
+@check("accuracy", grid=grids.small, single=False)
 def test_forward_search(subject: Subject) -> None:
     """Cases that Hypothesis draws, climbing on rho."""
     subject.search(FORWARD, grids.drawn(subject.implementation.supports, subject.dtype))

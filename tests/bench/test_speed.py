@@ -15,12 +15,11 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
-from impls import catalogue
-from impls.spec import Dtype, Implementation
-from tests import judging
-from tests.cases import Case, inputs, not_claimed
-from tests.plugin import STATE
-from tests.running import TENSORS, Answer, Fault, Refused, arguments, attend
+from flashproof import judging, targets
+from flashproof.calling import TENSORS, Answer, Fault, Refused, arguments, attend
+from flashproof.cases import Case, inputs, not_claimed
+from flashproof.impls.spec import Dtype, Implementation
+from flashproof.session import STATE
 
 # 16384 tokens in a batch, width 2048, as the FlashAttention papers have it.
 SHAPES = (
@@ -51,19 +50,19 @@ CLOCK = Clock()
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A benchmark for each implementation of a GPU that claims the shape."""
-    state = metafunc.config.stash[STATE]
-    targets = [t for t in state.targets if state.timed and t.device == "cuda" and t.implementation and not t.missing]
+    session = metafunc.config.stash[STATE]
+    claimed = [t for t in session.selection.targets if session.times and t.device == "cuda" and t.implementation and not t.missing]
     found = [
         (t.name, t.dtype, direction, line)
         for line in SHAPES
         for direction in ("forward", "backward")
-        for t in targets
+        for t in claimed
         if t.implementation and not_claimed(Case.parse(f"{line} {t.dtype}"), t.implementation.supports) is None
     ]
     parameters = [pytest.param(*each, marks=pytest.mark.gpu) for each in found]
     if not found:
         here = "nothing that was asked for claims a shape" if torch.cuda.is_available() else "CUDA: no device"
-        reason = here if state.timed else "timed when asked for: --benchmark-only"
+        reason = here if session.times else "timed when asked for: --benchmark-only"
         parameters = [pytest.param("", "", "", "", marks=pytest.mark.skip(reason=reason), id="none")]
     metafunc.parametrize(("name", "dtype", "direction", "line"), parameters)
 
@@ -72,7 +71,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_speed(benchmark: BenchmarkFixture, name: str, dtype: Dtype, direction: str, line: str) -> None:
     """Seconds of one call; the backward's are those of the gradients alone."""
     case = Case.parse(f"{line} {dtype}")
-    implementation, baseline = catalogue.load(name), catalogue.load(BASELINE[dtype])
+    implementation, baseline = targets.load(name), targets.load(BASELINE[dtype])
     _judge(name, replace(case, batch=1, heads=1, kv_heads=1))
     tensors = [torch.randn((case.batch, case.heads, case.queries, case.dim), device="cuda", dtype=getattr(torch, dtype)) for _ in range(4)]
     call, beside = (_call(each, case, tensors, direction) for each in (implementation, baseline))
@@ -99,7 +98,7 @@ def test_speed(benchmark: BenchmarkFixture, name: str, dtype: Dtype, direction: 
 @lru_cache
 def _judge(name: str, case: Case) -> None:
     """Fails where the implementation is outside its bound on the case, forward or backward."""
-    implementation = catalogue.load(name)
+    implementation = targets.load(name)
     answer = _answer(implementation, case)
     judged = judging.judge(answer, case, implementation.arithmetic(case.dtype, "cuda"), TENSORS)
     wrong = [f"{each.tensor} rho {each.worst_rho:.3g}" for each in judged if not each.passed]

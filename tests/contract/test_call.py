@@ -11,18 +11,19 @@ from itertools import product
 import pytest
 import torch
 
-from impls.spec import Device, Dtype
-from tests import grids, judging
-from tests.cases import Case, Inputs, inputs, not_claimed
-from tests.running import Answer, Forward, TensorName
-from tests.subject import BACKWARD, FORWARD, Subject
-from tests.world import FILTERS
+from flashproof import grids, judging
+from flashproof.calling import Answer, Forward, TensorName
+from flashproof.cases import Case, Inputs, inputs, not_claimed
+from flashproof.impls.spec import Device, Dtype
+from flashproof.registry import check
+from flashproof.sandbox.process_state import FILTERS
+from flashproof.subject import BACKWARD, FORWARD, Subject
 
 CALLS = 24  # of one input in a row
 BUSY = 200_000_000  # clock cycles for which a GPU's stream is kept from what follows: about a tenth of a second
 
 
-@pytest.mark.check(grid=grids.small)
+@check("contract", grid=grids.small, early=True)
 def test_answers(subject: Subject) -> None:
     """Shape, dtype and device of the output (and of the lse) are those of the contract, for a plain call."""
     for case in subject.cases:
@@ -31,7 +32,7 @@ def test_answers(subject: Subject) -> None:
             subject.expect(all(tensor.isfinite().all() for tensor in answer.tensors.values()), case, "an ordinary input gives NaN or inf")
 
 
-@pytest.mark.check(grid=grids.small)
+@check("contract", grid=grids.small, early=True)
 def test_inputs_stay(subject: Subject) -> None:
     """The inputs, the output gradient and the memory around them hold the same bits after the call as before. In every layout: masks/memory_outside."""
     for case in subject.cases:
@@ -39,7 +40,7 @@ def test_inputs_stay(subject: Subject) -> None:
             subject.expect(True, case, "")
 
 
-@pytest.mark.check(grid=grids.small)
+@check("contract", grid=grids.small, early=True)
 def test_answer_is_its_own(subject: Subject) -> None:
     """A second call leaves what the first one answered as it was: the output, the lse and the gradients."""
     passes = (False, True) if subject.implementation.supports.backward else (False,)  # of one without gradients, the output is looked at all the same
@@ -54,7 +55,7 @@ def test_answer_is_its_own(subject: Subject) -> None:
             subject.expect_equal(tensor, first[name], case, name, f"a second call changed the first one's {'output' if name == 'out' else name}")
 
 
-@pytest.mark.check(grid=grids.small)
+@check("contract", grid=grids.small, early=True)
 def test_call_after_call(subject: Subject) -> None:
     """Every call is answered for itself, whatever was called before it: other values, the same buffers with new values, other batches and strides."""
     for plain in subject.cases[-1:]:
@@ -128,7 +129,7 @@ def _renew(given: Inputs, new: Inputs) -> Inputs:
     return replace(given, block_mask=new.block_mask)
 
 
-@pytest.mark.check(grid=grids.trained, single=False)
+@check("contract", grid=grids.trained, single=False, early=True)
 def test_other_options(subject: Subject) -> None:
     """Calls of one shape with other options: each mask, scale, block mask and dropout seed is that of its own call."""
     for case in subject.cases[-1:]:
@@ -153,7 +154,7 @@ def _options(case: Case) -> list[list[Case]]:
     ]
 
 
-@pytest.mark.check(grid=grids.trained, single=False)
+@check("contract", grid=grids.trained, single=False, early=True)
 def test_keywords(subject: Subject) -> None:
     """Keywords that may be left out, or said where they change nothing: no return_lse, no causal_alignment (top left then), enable_gqa for equal heads."""
     kernel, supports = subject.implementation, subject.implementation.supports
@@ -175,7 +176,7 @@ def test_keywords(subject: Subject) -> None:
                 subject.judge_answer(answer, call, subject.tensors, note=f"called {words}")
 
 
-@pytest.mark.check(grid=grids.addresses, claims=("unaligned",))
+@check("contract", grid=grids.addresses, claims=("unaligned",), early=True)
 def test_addresses(subject: Subject) -> None:
     """Tensors that do not begin at a multiple of 16 bytes, as slices of others may."""
     for case in subject.cases:
@@ -186,7 +187,7 @@ def _same(first: Answer, second: Answer) -> bool:
     return all(first[name].shape == second[name].shape and torch.equal(first[name], second[name]) for name in first.tensors if name in second)
 
 
-@pytest.mark.check(grid=grids.small)
+@check("contract", grid=grids.small, early=True)
 def test_calls_agree(subject: Subject) -> None:
     """One input, many times in a row: every answer is inside the bound."""
     arithmetic = subject.implementation.arithmetic(subject.dtype, subject.device)
@@ -213,7 +214,7 @@ def test_calls_agree(subject: Subject) -> None:
         subject.expect(not wrong, case, f"wrong in {often} calls of one input{first}")
 
 
-@pytest.mark.check(grid=grids.small)
+@check("contract", grid=grids.small, early=True)
 def test_world_stays(subject: Subject) -> None:
     """A call leaves the process as it found it: default dtype, threads, grad mode, random seed, deterministic mode, warnings filters, standard streams."""
     passes = (False, True) if subject.implementation.supports.backward else (False,)
@@ -230,7 +231,7 @@ def _on_a_gpu(dtype: Dtype, device: Device) -> list[Case]:
     return grids.small(dtype, device) if device == "cuda" else []
 
 
-@pytest.mark.check(grid=_on_a_gpu)
+@check("contract", grid=_on_a_gpu, early=True)
 def test_stream(subject: Subject) -> None:
     """On a GPU: the kernel works in the caller's stream, behind what that has to do first. The stream is kept busy, and then renews the inputs."""
     if subject.device != "cuda":

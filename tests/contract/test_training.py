@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
 
-import pytest
 import torch
 
-from tests import grids
-from tests.cases import Inputs, inputs
-from tests.running import Withheld
-from tests.subject import BACKWARD, FORWARD, Subject
+from flashproof import grids
+from flashproof.calling import Withheld
+from flashproof.cases import Inputs, inputs
+from flashproof.registry import check
+from flashproof.subject import BACKWARD, FORWARD, Subject
 
 
-@pytest.mark.check(grid=grids.inferred)
+@check("contract", grid=grids.inferred)
 def test_without_gradients(subject: Subject) -> None:
     """Under no_grad, of tensors that want gradients, and under inference_mode: the output and the lse are inside the bound there too."""
     for case in subject.cases:
@@ -25,7 +25,7 @@ def test_without_gradients(subject: Subject) -> None:
                 subject.judge_answer(call.answer(), case, FORWARD, note=f"called under torch.{under.__name__}")
 
 
-@pytest.mark.check(grid=grids.partly_trained, claims=("backward",))
+@check("contract", grid=grids.partly_trained, claims=("backward",))
 def test_some_gradients(subject: Subject) -> None:
     """Gradients of one input alone, and of two of the three: those that are wanted are right."""
     for case in subject.cases:
@@ -35,7 +35,7 @@ def test_some_gradients(subject: Subject) -> None:
                 subject.judge_answer(answer, case, wanted, note=f"no other gradient was asked for than {' and '.join(wanted)}")
 
 
-@pytest.mark.check(grid=grids.trained, claims=("backward",))
+@check("contract", grid=grids.trained, claims=("backward",))
 def test_two_forwards(subject: Subject) -> None:
     """Two calls before the backward of either, which then come in the order of the calls and in the opposite one, as in a network of two layers. The calls
     differ in values, scale and dropout; in the mask; or in their block masks."""
@@ -55,7 +55,7 @@ def test_two_forwards(subject: Subject) -> None:
                     subject.judge_answer(answer, call.case, BACKWARD, note=f"two calls, then their backwards, {order}")
 
 
-@pytest.mark.check(grid=grids.trained, claims=("backward",))
+@check("contract", grid=grids.trained, claims=("backward",))
 def test_backward_twice(subject: Subject) -> None:
     """Two backwards of one call, with two output gradients: what the first one needed of the forward is still there, and its gradients stay."""
     for case in subject.cases[-1:]:
@@ -74,7 +74,7 @@ def test_backward_twice(subject: Subject) -> None:
             subject.expect_equal(tensor, first[name], case, name, f"a second backward of the call changed the first one's {name}")
 
 
-@pytest.mark.check(grid=grids.trained, claims=("backward", "strided"))
+@check("contract", grid=grids.trained, claims=("backward", "strided"))
 def test_backward_of_a_sum(subject: Subject) -> None:
     """`out.sum().backward()` and the sum over queries: the output gradient is one number in memory, or one row, with strides of 0."""
     for case in subject.cases[-1:]:
@@ -87,7 +87,7 @@ def test_backward_of_a_sum(subject: Subject) -> None:
                 subject.judge_answer(answer, case, BACKWARD, given=summed, note=f"the output gradient is that {what}")
 
 
-@pytest.mark.check(grid=grids.trained, claims=("backward",))
+@check("contract", grid=grids.trained, claims=("backward",))
 def test_changed_in_place(subject: Subject) -> None:
     """The output or an input is changed between forward and backward: autograd refuses a backward that needs what was there; one that answers is right."""
     for case in subject.cases[-1:]:
@@ -107,7 +107,7 @@ def test_changed_in_place(subject: Subject) -> None:
                 subject.judge_answer(answer, case, BACKWARD, note=f"{name} was changed in place before the backward, which did not refuse")
 
 
-@pytest.mark.check(grid=grids.trained)
+@check("contract", grid=grids.trained)
 def test_one_memory(subject: Subject) -> None:
     """Tensors that share their memory: key and value in one tensor, all three in one, and the columns of one projection."""
     supports = subject.implementation.supports

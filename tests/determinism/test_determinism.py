@@ -3,18 +3,18 @@
 import time
 from dataclasses import replace
 
-import pytest
 import torch
 
-from tests import grids
-from tests.cases import Inputs, inputs
-from tests.subject import Subject
+from flashproof import grids
+from flashproof.cases import Inputs, inputs
+from flashproof.registry import check
+from flashproof.subject import Subject
 
 RUNS = {"cpu": 2, "cuda": 10}
 SECONDS = 2.0  # of further runs, after which the one under way is the last
 
 
-@pytest.mark.check(grid=grids.repeated, claims=("deterministic",))
+@check("determinism", grid=grids.repeated, claims=("deterministic",))
 def test_run_to_run(subject: Subject) -> None:
     """The same call again gives the same bits, gradients included."""
     backward = subject.implementation.supports.backward
@@ -33,7 +33,7 @@ def test_run_to_run(subject: Subject) -> None:
                 break
 
 
-@pytest.mark.check(grid=grids.repeated, claims=("batch_invariant",))
+@check("determinism", grid=grids.repeated, claims=("batch_invariant",))
 def test_slice_of_a_batch(subject: Subject) -> None:
     """The last entry of a batch by itself gives the bits that it gives within the batch. Dropout counts the batch, so it is left out."""
     backward = subject.implementation.supports.backward

@@ -1,19 +1,18 @@
 """The gradients of query, key and value, inside the bound and without bias."""
 
-import pytest
+from flashproof import grids
+from flashproof.registry import check
+from flashproof.subject import BACKWARD, Subject
 
-from tests import grids
-from tests.subject import BACKWARD, Subject
 
-
-@pytest.mark.check(grid=grids.ordinary, claims=("backward",))
+@check("gradients", grid=grids.ordinary, claims=("backward",))
 def test_backward(subject: Subject) -> None:
     """Every feature and family of the grid. The output is judged too, of a call that wants gradients and no LSE: a kernel may have paths of its own there."""
     for case in subject.cases:
         subject.judge(case, ("out", *BACKWARD), called=subject.without_lse)
 
 
-@pytest.mark.check(grid=grids.lengths, claims=("backward",), single=False)
+@check("gradients", grid=grids.lengths, claims=("backward",), single=False)
 def test_backward_over_lengths(subject: Subject) -> None:
     """One shape over sequence lengths, up to one that takes an implementation long."""
     for case in subject.cases:
@@ -22,14 +21,14 @@ def test_backward_over_lengths(subject: Subject) -> None:
             break
 
 
-@pytest.mark.check(grid=grids.magnitudes, claims=("backward",), single=False)
+@check("gradients", grid=grids.magnitudes, claims=("backward",), single=False)
 def test_backward_over_magnitudes(subject: Subject) -> None:
     """One shape over the magnitude of the scores."""
     for case in subject.cases:
         subject.judge(case, BACKWARD, axes={"magnitude": case.magnitude})
 
 
-@pytest.mark.check(grid=grids.small, claims=("backward",), single=False)
+@check("gradients", grid=grids.small, claims=("backward",), single=False)
 def test_backward_search(subject: Subject) -> None:
     """Cases that Hypothesis draws, climbing on rho."""
     subject.search(BACKWARD, grids.drawn(subject.implementation.supports, subject.dtype))

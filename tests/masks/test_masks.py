@@ -3,29 +3,29 @@
 import math
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor
 
-from tests import grids
-from tests.cases import Case, Inputs, inputs
-from tests.subject import FORWARD, Subject
+from flashproof import grids
+from flashproof.cases import Case, Inputs, inputs
+from flashproof.registry import check
+from flashproof.subject import FORWARD, Subject
 
 
-@pytest.mark.check(grid=grids.masked, single=False)
+@check("masks", grid=grids.masked, single=False)
 def test_masked(subject: Subject) -> None:
     """Causal at queries <, =, > keys, both alignments, block masks: inside the bound."""
     for case in subject.cases:
         subject.judge(case, subject.tensors)
 
 
-@pytest.mark.check(grid=grids.masked)
+@check("masks", grid=grids.masked)
 def test_hidden_keys_change_nothing(subject: Subject) -> None:
     """Large finite values in hidden keys and values leave out, lse and the gradients of what is visible bitwise as they were."""
     _replace_hidden(subject, large=True)
 
 
-@pytest.mark.check(grid=grids.masked, claims=("masked_nan",))
+@check("masks", grid=grids.masked, claims=("masked_nan",))
 def test_hidden_nan_changes_nothing(subject: Subject) -> None:
     """The same with NaN, of those that claim it; not of dK and dV, where queries that do see the NaN have a share."""
     _replace_hidden(subject, large=False)
@@ -84,7 +84,7 @@ def replace_tensors(given: Inputs, key: Tensor, value: Tensor, dout: Tensor) -> 
     return replace(given, key=key, value=value, dout=dout)
 
 
-@pytest.mark.check(grid=grids.layouts)
+@check("masks", grid=grids.layouts)
 def test_memory_outside_changes_nothing(subject: Subject) -> None:
     """NaN around the tensors and between their rows, against zeros there: bitwise the same, and finite."""
     backward = subject.implementation.supports.backward
@@ -100,14 +100,14 @@ def test_memory_outside_changes_nothing(subject: Subject) -> None:
             subject.expect_equal(clean[name], poisoned[name], case, name, "NaN in memory outside the tensors changed the result")
 
 
-@pytest.mark.check(grid=grids.empty_rows, single=False)
+@check("masks", grid=grids.empty_rows, single=False)
 def test_empty_rows(subject: Subject) -> None:
     """A query that sees no key: output 0, lse -inf, gradient 0; and nothing of it in the gradients of keys and values."""
     for case in subject.cases:
         subject.judge(case, subject.tensors)
 
 
-@pytest.mark.check(grid=grids.shared_blocks, claims=("block_mask",))
+@check("masks", grid=grids.shared_blocks, claims=("block_mask",))
 def test_shared_blocks(subject: Subject) -> None:
     """A block mask that is given once for all heads, for all batch entries, or for both."""
     for case in subject.cases:
@@ -121,7 +121,7 @@ def test_shared_blocks(subject: Subject) -> None:
                 subject.judge_answer(answer, case, subject.tensors, given=shared, note=f"one block mask for all {whose}")
 
 
-@pytest.mark.check(grid=grids.bottom_right_pairs)
+@check("masks", grid=grids.bottom_right_pairs)
 def test_alignments(subject: Subject) -> None:
     """Bottom-right against top-left: the same where queries == keys, bitwise; elsewhere two answers, each inside its bound."""
     for case in subject.cases:

@@ -6,23 +6,22 @@ The table of the report: sequence length, bytes of the full attention matrix, by
 import time
 from typing import Literal
 
-import pytest
 import torch
 
-from reports.record import Memory
-from tests import grids
-from tests.cases import Case, inputs
-from tests.memory.measuring import method, peak_bytes
-from tests.plugin import Recorder
-from tests.running import arguments, calling
-from tests.subject import Subject
+from flashproof import grids
+from flashproof.calling import arguments, calling
+from flashproof.cases import Case, inputs
+from flashproof.registry import check
+from flashproof.reports.record import Memory
+from flashproof.subject import Recorder, Subject
+from flashproof.tests.memory.measuring import method, peak_bytes
 
 Direction = Literal["forward", "backward"]
 SECONDS = 1.0  # a length that took longer than this is the last one measured
 MATRIX_BYTES = {"cpu": 2**28, "cuda": 2**34}  # nor is one whose full attention matrix is larger, unless memory was seen to be linear
 
 
-@pytest.mark.check(grid=grids.memory, single=False)
+@check("memory", grid=grids.memory, single=False)
 def test_memory_growth(subject: Subject, recorder: Recorder) -> None:
     """Measures two lengths, and more as far as time allows. An implementation that claims linear memory at most doubles it when the sequence doubles."""
     before: dict[Direction, int] = {}

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from oracles import bounds, verdict
-from oracles.naive import Attention
-from reports.record import figure
-from tests.cases import Case, Inputs
-from tests.running import TENSORS, Answer, TensorName
-from tests.subject import Subject
+from flashproof.calling import TENSORS, Answer, TensorName
+from flashproof.cases import Case, Inputs
+from flashproof.oracles import bounds, verdict
+from flashproof.oracles.naive import Attention
+from flashproof.reports.record import figure
+from flashproof.subject import Subject
 
 
 def answer_to(subject: Subject, case: Case, given: Inputs | None = None) -> Answer | None:

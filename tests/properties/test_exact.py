@@ -8,17 +8,17 @@ off, a sum that is normalised at each step or merged of splits is divided by cou
 import math
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor
 
-from tests import grids
-from tests.cases import Case, inputs
-from tests.properties.probing import answer_to, before_rounding, by_query_head, expect_exact, expect_inside_bound, in_float64, over_groups
-from tests.subject import Subject
+from flashproof import grids
+from flashproof.cases import Case, inputs
+from flashproof.registry import check
+from flashproof.subject import Subject
+from flashproof.tests.properties.probing import answer_to, before_rounding, by_query_head, expect_exact, expect_inside_bound, in_float64, over_groups
 
 
-@pytest.mark.check(grid=grids.uniform)
+@check("properties", grid=grids.uniform)
 def test_uniform(subject: Subject) -> None:
     """Q = 0 and V, dO of -1, 0 and 1: the mean of the visible values. A key that is dropped, counted twice or padded moves it by one part in their number.
 
@@ -47,7 +47,7 @@ def test_uniform(subject: Subject) -> None:
             expect_exact(subject, case, "dv", answer["dv"], share.expand(given.value.shape), before.dv, what)
 
 
-@pytest.mark.check(grid=grids.one_hot)
+@check("properties", grid=grids.one_hot)
 def test_one_hot(subject: Subject) -> None:
     """K of codes of +-1, and each query a multiple of one of them: the value of that key, and all of dO to its dV.
 
@@ -95,7 +95,7 @@ def _sharpness(codes: Tensor, case: Case) -> float | None:
     return 2.0 ** math.ceil(math.log2(GAP / apart)) if apart > 0.0 else None
 
 
-@pytest.mark.check(grid=grids.zeros)
+@check("properties", grid=grids.zeros)
 def test_zeros(subject: Subject) -> None:
     """V = 0, dO = 0 and all of Q, K, V and dO 0, as of a layer that is initialised with zeros or a loss that does not ask for this head: what is a product
     with 0 is 0. A kernel that divides by the largest element of a tensor gives NaN."""
@@ -112,7 +112,7 @@ def test_zeros(subject: Subject) -> None:
                 expect_inside_bound(subject, case, answer, zero, words)
 
 
-@pytest.mark.check(grid=grids.unity)
+@check("properties", grid=grids.unity)
 def test_unity(subject: Subject) -> None:
     """V = 1, also under a sink: the output is 1, and so is its mean, since weights that are cast to nearest lean to neither side; dQ and dK are 0.
 

@@ -3,20 +3,20 @@
 from collections.abc import Generator
 from contextlib import contextmanager
 
-import pytest
 import torch
 import torch.utils.deterministic
 
-from tests import grids
-from tests.cases import Case, Inputs, inputs
-from tests.properties.probing import answer_to
-from tests.running import Answer
-from tests.subject import Subject
+from flashproof import grids
+from flashproof.calling import Answer
+from flashproof.cases import Case, Inputs, inputs
+from flashproof.registry import check
+from flashproof.subject import Subject
+from flashproof.tests.properties.probing import answer_to
 
 BLOCKS = 8  # of each size: an allocator hands out again what was freed last, and a call allocates several of one size
 
 
-@pytest.mark.check(grid=grids.allocated)
+@check("properties", grid=grids.allocated)
 def test_allocated_memory(subject: Subject) -> None:
     """The memory that outputs, accumulators and buffers are allocated in holds NaN, or zeros: bitwise the same.
 

@@ -5,19 +5,20 @@ from typing import get_args
 
 import pytest
 
-from impls.spec import Arithmetic, Dtype
-from oracles import spread, verdict
-from tests import grids, judging
-from tests.cases import Case, inputs
-from tests.properties.probing import answer_to, expect_rms
-from tests.running import TENSORS
-from tests.subject import Subject
+from flashproof import grids, judging
+from flashproof.calling import TENSORS
+from flashproof.cases import Case, inputs
+from flashproof.impls.spec import Arithmetic, Dtype
+from flashproof.oracles import spread, verdict
+from flashproof.registry import check
+from flashproof.subject import Subject
+from flashproof.tests.properties.probing import answer_to, expect_rms
 
 FAMILIES = ("normal", "outliers", "sharp", "positive", "onesided")
 LARGEST_MAGNITUDE = 64.0
 
 
-@pytest.mark.check(grid=grids.general_position)
+@check("properties", grid=grids.general_position)
 def test_spread(subject: Subject) -> None:
     """Seen here: exponentials, products and sums of fewer digits; casts that truncate; gradients summed in 16 bit; a delta or LSE of fewer digits."""
     arithmetic = subject.implementation.arithmetic(subject.dtype, subject.device)

@@ -7,18 +7,18 @@ hundredth off show in it where no element tells.
 
 from dataclasses import replace
 
-import pytest
 import torch
 
-from oracles import spread, verdict
-from tests import grids
-from tests.cases import inputs
-from tests.properties.probing import answer_to, expect_rms, in_float64, over_groups
-from tests.properties.test_spread import in_general_position
-from tests.subject import Subject
+from flashproof import grids
+from flashproof.cases import inputs
+from flashproof.oracles import spread, verdict
+from flashproof.registry import check
+from flashproof.subject import Subject
+from flashproof.tests.properties.probing import answer_to, expect_rms, in_float64, over_groups
+from flashproof.tests.properties.test_spread import in_general_position
 
 
-@pytest.mark.check(grid=grids.summed, claims=("backward",))
+@check("properties", grid=grids.summed, claims=("backward",))
 def test_sums(subject: Subject) -> None:
     """Output gradients are made positive, so that what they sum to is large against its rounding."""
     arithmetic = subject.implementation.arithmetic(subject.dtype, subject.device)

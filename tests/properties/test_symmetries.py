@@ -2,22 +2,22 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor
 
-from impls.spec import Dtype
-from tests import grids
-from tests.cases import Case, Inputs, inputs
-from tests.properties.probing import answer_to, expect_inside_bound, in_float64
-from tests.running import TensorName
-from tests.subject import Subject
+from flashproof import grids
+from flashproof.calling import TensorName
+from flashproof.cases import Case, Inputs, inputs
+from flashproof.impls.spec import Dtype
+from flashproof.registry import check
+from flashproof.subject import Subject
+from flashproof.tests.properties.probing import answer_to, expect_inside_bound, in_float64
 
 # float16 has no room for larger ones: there small numbers lose digits, and the answer is judged by its bound.
 FACTORS: dict[Dtype, tuple[float, float]] = {"float32": (2.0**20, 2.0**-40), "bfloat16": (2.0**20, 2.0**-40), "float16": (2.0**11, 2.0**-8)}
 
 
-@pytest.mark.check(grid=grids.scaled_values)
+@check("properties", grid=grids.scaled_values)
 def test_power_of_two(subject: Subject) -> None:
     """V times a power of two: out, dQ and dK times it, LSE and dV as they were, bitwise. dO: all gradients times it. An absolute threshold shows.
 
@@ -57,7 +57,7 @@ def _has_room(case: Case) -> bool:
     return case.family in ("normal", "positive") and not case.shift and case.magnitude <= 1.0 and (case.scale is None or abs(case.scale) <= 1.0)
 
 
-@pytest.mark.check(grid=grids.ordered)
+@check("properties", grid=grids.ordered)
 def test_order_of_keys(subject: Subject) -> None:
     """Keys and values in another order, the last first or each better than the one before: the same output, inside the bound, since sums follow the order.
 
@@ -79,7 +79,7 @@ def test_order_of_keys(subject: Subject) -> None:
                 expect_inside_bound(subject, case, answer, other, what)
 
 
-@pytest.mark.check(grid=grids.batches)
+@check("properties", grid=grids.batches)
 def test_batch_and_heads(subject: Subject) -> None:
     """Batch entries and groups of heads in another order, and one entry by itself: the same rows, elsewhere.
 

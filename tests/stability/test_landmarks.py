@@ -2,23 +2,22 @@
 
 import math
 
-import pytest
 import torch
 
-from reports.record import Curve
-from tests import grids
-from tests.plugin import Recorder
-from tests.subject import Subject
+from flashproof import grids
+from flashproof.registry import check
+from flashproof.reports.record import Curve
+from flashproof.subject import Recorder, Subject
 
 
-@pytest.mark.check(grid=grids.shifted, single=False)
+@check("stability", grid=grids.shifted, single=False)
 def test_shifted_scores(subject: Subject) -> None:
     """Every score moved to a landmark: 11.09, 87 ... 89, 128, -104 ... -87, 65504, 1e4, 2.5e5."""
     for case in subject.cases:
         subject.judge(case, subject.tensors, axes={"score": case.shift})
 
 
-@pytest.mark.check(grid=grids.spiked, single=False)
+@check("stability", grid=grids.spiked, single=False)
 def test_spiked_scores(subject: Subject) -> None:
     """One score of each row at a landmark."""
     for case in subject.cases:

@@ -1,0 +1,462 @@
+"""Runs an implementation on a case and says what came of it: tensors, a refusal, or a fault."""
+
+import math
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from flashproof.cases import Case, Inputs, dropout_seed
+from flashproof.impls.spec import Implementation, Supports
+from flashproof.sandbox.process_state import left_alone
+
+TensorName = Literal["out", "lse", "dq", "dk", "dv"]
+TENSORS: tuple[TensorName, ...] = get_args(TensorName)
+GRADIENTS: tuple[TensorName, ...] = ("dq", "dk", "dv")  # of query, key and value, in this order
+
+
+class Refused(Exception):
+    """A bare callable declined the case with a clear exception, at its call. Not a failure."""
+
+
+class Withheld(Exception):
+    """The backward of a call whose tensors were changed since its forward was refused, as it should be where it needs what they held."""
+
+
+class Fault(Exception):
+    """The implementation raised, or answered with something that is no answer. A result, not the end of the run.
+
+    spoils: the process is of no further use, as after a CUDA error.
+    """
+
+    def __init__(self, said: str, *, spoils: bool = False) -> None:
+        super().__init__(said)
+        self.spoils = spoils
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What an implementation gave back, detached: lse only where it is claimed, gradients only where they were asked for."""
+
+    tensors: dict[TensorName, Tensor]
+    seconds: float
+    has_gradient: bool = field(default=True)  # whether the output carried a gradient
+    changed: tuple[str, ...] = ()  # global state that the call changed, and that was put back
+
+    def __getitem__(self, name: TensorName) -> Tensor:
+        return self.tensors[name]
+
+    def __contains__(self, name: TensorName) -> bool:
+        return name in self.tensors
+
+
+def arguments(case: Case, supports: Supports, inputs: Inputs) -> dict[str, object]:
+    """The keywords of the call: only those that the case needs, so that a kernel without a keyword is still run where it is not needed."""
+    keywords: dict[str, object] = {}
+    if case.mask != "full":
+        keywords["is_causal"] = True
+        if "bottom_right" in supports.causal:
+            keywords["causal_alignment"] = "top_left" if case.mask == "causal" else "bottom_right"
+    if case.scale is not None:
+        keywords["scale"] = case.scale
+    if case.kv_heads != case.heads:
+        keywords["enable_gqa"] = True
+    if inputs.block_mask is not None:
+        keywords["block_mask"] = inputs.block_mask
+    if case.dropout:
+        keywords["dropout_p"] = case.dropout
+        keywords["dropout_seed"] = dropout_seed(case)
+    if supports.lse:
+        keywords["return_lse"] = True
+    return keywords
+
+
+class Observer(Protocol):
+    """Is told when code of a kernel runs. A worker process reports it to the pool that watches the clock."""
+
+    def given(self, case: Case) -> None:
+        """The kernel is now called for this case."""
+
+    def returned(self) -> None:
+        """The kernel has returned, or raised."""
+
+    def spoilt(self) -> None:
+        """The process is of no further use, and its failure is recorded. A worker ends here; the pool starts another."""
+
+
+class Unobserved:
+    """The observer of a call that nobody watches."""
+
+    def given(self, case: Case) -> None:
+        """Does nothing."""
+
+    def returned(self) -> None:
+        """Does nothing."""
+
+    def spoilt(self) -> None:
+        """Does nothing: the process goes on."""
+
+
+UNOBSERVED = Unobserved()
+
+
+@contextmanager
+def calling(case: Case, observer: Observer = UNOBSERVED) -> Generator[list[str], None, None]:
+    """While this is open, code of the implementation runs. Yields a list that names the global state that it changed."""
+    observer.given(case)
+    try:
+        with warnings.catch_warnings():
+            # A warning is an error in this suite. A warning of a kernel says nothing about its arithmetic.
+            warnings.simplefilter("ignore")
+            with left_alone() as changed:
+                yield changed
+    finally:
+        observer.returned()
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """A call whose forward was answered. Its backward may follow at once, after that of another call, twice, or never."""
+
+    implementation: Implementation
+    observer: Observer
+    case: Case
+    inputs: Inputs
+    leaves: tuple[Tensor, ...]  # query, key, value, as they were given
+    before: dict[str, Tensor]  # the bytes of each input, before the call
+    tensors: dict[TensorName, Tensor]  # out and, where claimed, lse
+    seconds: float
+    changed: tuple[str, ...]
+    carries_gradient: bool  # whether autograd can go back from the output
+    is_changed: bool = False  # its tensors, by the caller since
+
+    def renewed(self) -> "Forward":
+        """The same call, after the caller has changed its tensors: from now on they stay as they are, and a backward may refuse them."""
+        return replace(
+            self,
+            before={name: _memory(tensor).clone() for name, tensor in _given(self.inputs).items()},
+            is_changed=True,
+        )
+
+    def answer(self) -> Answer:
+        """The answer of a call without a backward."""
+        return Answer(
+            {name: tensor.detach() for name, tensor in self.tensors.items()},
+            self.seconds,
+            self.carries_gradient,
+            self.changed,
+        )
+
+
+def attend(
+    implementation: Implementation, case: Case, inputs: Inputs, *, backward: bool, observer: Observer = UNOBSERVED
+) -> Answer:
+    """Calls the implementation, and its backward if asked. Raises Refused or Fault.
+
+    A refusal is an exception of a kind that says "not this input", at the first call and of a bare callable only; one with claims has said what it takes.
+    """
+    strides = tuple(tensor.stride() for tensor in _given(inputs).values())
+    about = (implementation.name, replace(case, seed=0), strides, backward)
+    try:
+        call = forward(implementation, case, inputs, wanted=GRADIENTS if backward else (), observer=observer)
+        answer = go_back(call, plain=True) if backward and call.carries_gradient else call.answer()
+    except Refused as refusal:
+        if about in _answered:
+            raise Fault(f"refused what it had answered before: {refusal}") from refusal
+        raise
+    _answered.add(about)
+    return answer
+
+
+_answered: set[tuple[str, Case, tuple[tuple[int, ...], ...], bool]] = (
+    set()
+)  # of an implementation, whatever the seed, with backward or without
+
+
+def forward(
+    implementation: Implementation,
+    case: Case,
+    inputs: Inputs,
+    *,
+    wanted: Sequence[TensorName] = (),
+    under: Callable[[], AbstractContextManager[object]] = nullcontext,
+    leaves: tuple[Tensor, ...] | None = None,
+    observer: Observer = UNOBSERVED,
+) -> Forward:
+    """Calls the implementation. wanted: of which inputs a gradient will be asked; under: what the call stands in, as in torch.no_grad.
+
+    leaves: the very tensors of an earlier call, where they are the memory of `inputs`.
+    """
+    given = _given(inputs)
+    before = {name: _memory(tensor).clone() for name, tensor in given.items()}
+    leaves = leaves or tuple(
+        tensor.detach().requires_grad_(name in wanted)
+        for name, tensor in zip(GRADIENTS, (inputs.query, inputs.key, inputs.value), strict=True)
+    )
+    keywords = arguments(case, implementation.supports, inputs)
+    _poison_free_memory(inputs)
+    started = time.perf_counter()
+    with calling(case, observer) as changed, _one_process():
+        try:
+            with under():
+                returned = implementation.attention(*leaves, **keywords)
+            early = _read_in_stream(returned)
+            _synchronise(inputs)
+        except BaseException as error:
+            if _is_the_users(error):
+                raise
+            hint = (
+                "; what a kernel does not take it declines by a ValueError"
+                if implementation.bare and isinstance(error, AssertionError)
+                else ""
+            )
+            fault = _fault(f"forward raised {_said(error)}{hint}", error, inputs)
+            if implementation.bare and not fault.spoils and _declines(error):
+                raise Refused(_said(error)) from error
+            raise fault from error
+    seconds = time.perf_counter() - started
+    tensors = _outputs(returned, implementation.supports, case, inputs)
+    for name, tensor in tensors.items():
+        if any(tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for other in given.values()):
+            raise Fault(f"{name} shares memory with an input")
+    if early is not None and not _same_bits(early, tensors["out"]):
+        raise Fault(
+            "out was not ready when the caller's stream read it: it is computed in another stream, which the caller's does not wait for"
+        )
+    _check_untouched(given, before)
+    return Forward(
+        implementation,
+        observer,
+        case,
+        inputs,
+        leaves,
+        before,
+        tensors,
+        seconds,
+        tuple(changed),
+        _carries_gradient(tensors["out"]),
+    )
+
+
+def _carries_gradient(out: Tensor) -> bool:
+    """An operator that has no formula for its gradient leaves a node that only warns."""
+    return out.requires_grad and out.grad_fn is not None and "NotImplemented" not in out.grad_fn.name()
+
+
+def go_back(call: Forward, *, dout: Tensor | None = None, keep: bool = False, plain: bool = False) -> Answer:
+    """The backward of a call, by autograd, of the inputs whose gradient is wanted.
+
+    dout: the output gradient, where it is not the call's own. keep: the graph is kept for another backward, which a bare callable may decline. plain: this
+    follows its forward at once, for all three gradients. What a bare callable declines there it has no gradient of; what it declines elsewhere, and not there,
+    is a fault, but for a NotImplementedError.
+    """
+    wanted = [(name, leaf) for name, leaf in zip(GRADIENTS, call.leaves, strict=True) if leaf.requires_grad]
+    given = call.inputs.dout if dout is None else dout
+    started = time.perf_counter()
+    with calling(call.case, call.observer) as changed, _one_process():
+        try:
+            gradients = torch.autograd.grad(
+                call.tensors["out"], [leaf for _, leaf in wanted], given, allow_unused=True, retain_graph=keep
+            )
+            _synchronise(call.inputs)
+        except BaseException as error:
+            if _is_the_users(error):
+                raise
+            fault = _fault(f"backward raised {_said(error)}", error, call.inputs)
+            declines = not fault.spoils and _declines(error)
+            if call.is_changed and declines:
+                raise Withheld(_said(error)) from error
+            if (
+                call.implementation.bare
+                and declines
+                and (plain or keep or isinstance(error, NotImplementedError) or _declines_backward(call))
+            ):
+                raise Refused(f"backward: {_said(error)}") from error
+            raise fault from error
+    seconds = call.seconds + time.perf_counter() - started
+    tensors = dict(call.tensors)
+    for (name, leaf), gradient in zip(wanted, gradients, strict=True):
+        # No gradient at all for an input is the same statement as a gradient of zero, and judged as such.
+        tensors[name] = torch.zeros_like(leaf) if gradient is None else gradient
+    _check_untouched(_given(call.inputs), call.before)
+    return Answer(
+        {name: tensor.detach() for name, tensor in tensors.items()}, seconds, changed=(*call.changed, *changed)
+    )
+
+
+def _declines_backward(call: Forward) -> bool:
+    """Whether the backward of the same case is declined too when it follows its forward at once."""
+    try:
+        attend(call.implementation, call.case, call.inputs, backward=True, observer=call.observer)
+    except Refused:
+        return True
+    except Fault:
+        pass
+    return False
+
+
+def _given(inputs: Inputs) -> dict[str, Tensor]:
+    tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value, "output gradient": inputs.dout}
+    return tensors if inputs.block_mask is None else tensors | {"block mask": inputs.block_mask}
+
+
+def _poison_free_memory(inputs: Inputs) -> None:
+    """On a GPU, what an output or a buffer of sums is likely to be allocated in holds NaN. On a CPU, malloc of a worker does the same: sandbox/worker.py."""
+    if inputs.query.is_cuda:
+        shapes = (inputs.query.shape, inputs.key.shape)
+        held = [
+            torch.full(shape, math.nan, dtype=dtype, device=inputs.query.device)
+            for shape in shapes
+            for dtype in (inputs.query.dtype, torch.float32)
+        ]
+        del held
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """All bytes of the buffer that a tensor stands in, and not only those that it owns: NaN is compared by its bits."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first.detach().contiguous().view(torch.uint8), second.detach().contiguous().view(torch.uint8))
+
+
+def _check_untouched(given: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+    """Raises Fault if the call wrote to an input, or to the memory around it."""
+    after = {name: _memory(tensor) for name, tensor in given.items()}
+    if not torch.stack(
+        [(after[name] != before[name]).any() for name in given]
+    ).any():  # one answer to wait for, not four
+        return
+    for name, tensor in given.items():
+        now = after[name]
+        if torch.equal(now, before[name]):
+            continue
+        owned = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+            before[name].untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+        if _same_bits(tensor, owned):
+            places = (now != before[name]).nonzero().flatten()
+            start, size = tensor.storage_offset() * tensor.element_size(), tensor.element_size()
+            first = (int(places[0]) - start) // size
+            raise Fault(
+                f"the call wrote to memory around its {name}, which it does not own: first at element {first:+d} from the tensor's first"
+            )
+        raise Fault(f"the call changed its {name}")
+
+
+FORKED = 86  # the exit status of a second process that came back from a call
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks  # noqa: PLW0603
+    _forks += 1
+
+
+os.register_at_fork(after_in_parent=_count_fork)
+
+
+@contextmanager
+def _one_process() -> Generator[None, None, None]:
+    """Of a call that forks only one process may come back. A second one would go on with the run beside the first; it ends here."""
+    process, forks = os.getpid(), _forks
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            os._exit(FORKED)
+    if _forks != forks and _a_child_came_back():
+        raise Fault("the call forked its process, and both came back")
+
+
+def _a_child_came_back(patience: float = 2.0) -> bool:
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        try:
+            process, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        if process and os.waitstatus_to_exitcode(status) == FORKED:
+            return True
+        if not process:
+            time.sleep(0.01)
+    return False
+
+
+def _outputs(returned: object, supports: Supports, case: Case, inputs: Inputs) -> dict[TensorName, Tensor]:
+    """Out, and lse where claimed, checked for what makes them comparable at all."""
+    shape = (case.batch, case.heads, case.queries, case.dim)
+    expected: dict[TensorName, tuple[tuple[int, ...], torch.dtype]] = {"out": (shape, inputs.query.dtype)}
+    if supports.lse:
+        expected["lse"] = (shape[:3], torch.float32)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise Fault(f"return_lse=True returned {type(returned).__name__}, not the pair (out, lse)")
+    values = returned if isinstance(returned, tuple) and supports.lse else (returned,)
+    tensors: dict[TensorName, Tensor] = {}
+    for (name, (size, dtype)), value in zip(expected.items(), values, strict=True):
+        if not isinstance(value, Tensor):
+            raise Fault(f"{name} is {type(value).__name__}, not a tensor")
+        if tuple(value.shape) != size:
+            raise Fault(f"{name} has shape {list(value.shape)}, not {list(size)}")
+        if value.dtype != dtype:
+            raise Fault(f"{name} has dtype {value.dtype}, not {dtype}")
+        if value.device != inputs.query.device:
+            raise Fault(f"{name} is on {value.device}, not on {inputs.query.device}")
+        tensors[name] = value
+    return tensors
+
+
+def _declines(error: BaseException) -> bool:
+    """Whether it is an error by which a call may be declined, if the device has survived it."""
+    return isinstance(
+        error, NotImplementedError | ValueError | TypeError | RuntimeError
+    ) and "can't allocate memory" not in str(error)
+
+
+def _fault(said: str, error: BaseException, inputs: Inputs) -> Fault:
+    """The fault of a call that raised. After an error of the device nothing runs on it, whoever told of it and in what words: so the device is asked.
+
+    After memory ran out, the process keeps what the others need.
+    """
+    try:
+        _synchronise(inputs)
+    except RuntimeError as lost:
+        return Fault(
+            said if _is_cuda_error(error) else f"{said}; the device was left in error: {_said(lost)}", spoils=True
+        )
+    return Fault(said, spoils=_is_cuda_error(error) or isinstance(error, torch.OutOfMemoryError))
+
+
+def _is_cuda_error(error: BaseException) -> bool:
+    return isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
+
+
+def _is_the_users(error: BaseException) -> bool:
+    """Ctrl-C, where it reaches this process; in one that ignores it a kernel raised it."""
+    return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+
+
+def _said(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def _read_in_stream(returned: object) -> Tensor | None:
+    """On a GPU, what the caller's stream reads right after the call. The read also brings up the error of a launch that nobody asked about."""
+    out = returned[0] if isinstance(returned, tuple) and returned else returned
+    return (
+        out.detach().clone(memory_format=torch.contiguous_format) if isinstance(out, Tensor) and out.is_cuda else None
+    )
+
+
+def _synchronise(inputs: Inputs) -> None:
+    if inputs.query.is_cuda:
+        torch.cuda.synchronize()

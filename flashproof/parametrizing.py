@@ -1,0 +1,54 @@
+"""The tests of a run: a check becomes one test for each target that claims it; tests are chosen, ordered and marked."""
+
+import pytest
+
+from flashproof.registry import check_of
+from flashproof.reports.record import Absence
+from flashproof.session import Session, target_of
+
+
+def parameters(session: Session, metafunc: pytest.Metafunc) -> list[object]:
+    """The targets that a check is run for. What is not claimed is recorded, and makes no test."""
+    check = check_of(metafunc.function)
+    if check is None:
+        raise pytest.UsageError(
+            f"{metafunc.definition.nodeid}: a test that takes `subject` needs @flashproof.check(...)"
+        )
+    selection = session.selection
+    targets = [target for target in selection.targets if selection.covers(check, target)]
+    for target in selection.targets:
+        if target in targets or selection.cases:
+            continue
+        if check.claims or check.grid(target.dtype, target.device):
+            session.absences.append(
+                Absence(
+                    run=session.run,
+                    implementation=target.name,
+                    device=target.device,
+                    dtype=target.dtype,
+                    check=check.name,
+                    reason="not claimed",
+                )
+            )
+    return [
+        pytest.param(target, id=str(target), marks=[pytest.mark.gpu] if target.device == "cuda" else [])
+        for target in targets
+    ]
+
+
+def arrange(session: Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the checks alone in a verification, puts the items in order, and marks those that cannot pass."""
+    if session.asked and not session.times:
+        chosen = [item for item in items if target_of(item) is not None]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+    if session.orders:
+        items.sort(key=session.weight)
+    for item in items:
+        target, check = target_of(item), check_of(getattr(item, "function", None))
+        if target is None or check is None:
+            continue
+        if target.missing:
+            item.add_marker(pytest.mark.skip(reason=target.missing))
+        elif defect := session.defect(check, target):
+            item.add_marker(pytest.mark.xfail(reason=f"{defect['seen']} ({defect['link']})", strict=True))

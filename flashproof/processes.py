@@ -1,0 +1,82 @@
+"""Which processes run the checks: those of pytest-xdist, for the catalogue, or workers, for external kernels."""
+
+import pytest
+import torch
+
+from flashproof.reports import wording
+from flashproof.reports.record import Judgement
+from flashproof.sandbox.pool import Pool
+from flashproof.session import POOL_SIZE, PoolRun, Session, left_by_a_crash, processes
+from flashproof.targets import is_external
+
+
+def choose(config: pytest.Config) -> None:
+    """Gives a run with an external kernel workers, as many as -n says. With -n 0 all of it runs in this process."""
+    options = config.option
+    asked = getattr(options, "numprocesses", None)
+    external = any(is_external(name) for name in options.flashproof_impl)
+    if not external or asked == 0 or options.collectonly or config.getoption("usepdb") or options.flashproof_worker:
+        return
+    count = asked if isinstance(asked, int) else processes()
+    config.stash[POOL_SIZE] = 0 if config.getoption("benchmark_only", default=False) else count
+    options.numprocesses = 0
+
+
+def automatic(config: pytest.Config) -> int:
+    """What `-n auto` means: one process for each core.
+
+    None beside this one for a single case, and for benchmarks, which must have the machine to themselves.
+    """
+    chosen = getattr(config.option, "flashproof_case", None)
+    if config.getoption("benchmark_only", default=False) or chosen or config.option.collectonly:
+        return 0
+    if not torch.cuda.is_available():
+        # Neighbours stay together, and share the exact results that a process remembers.
+        config.option.dist = "worksteal"
+    else:
+        # One at a time, the heaviest first: what one process has compiled, the others find on disk.
+        config.option.dist, config.option.maxschedchunk = "load", 1
+    return processes()
+
+
+def deal(session: pytest.Session) -> None:
+    """On a GPU, puts a short item behind each of the longest ones.
+
+    pytest-xdist gives each process two items to begin with, and takes none back.
+    """
+    items, count = session.items, getattr(session.config, "workerinput", {}).get("workercount", 0)
+    if torch.cuda.is_available() and 0 < 2 * count <= len(items):
+        rest = len(items) - count
+        pairs = zip(items[:count], items[rest:], strict=True)
+        items[:] = [*(item for pair in pairs for item in pair), *items[count:rest]]
+
+
+def run_in_workers(session: Session, tests: pytest.Session) -> bool | None:
+    """Runs the checks in workers, in a run that has them; in a worker that was spawned, serves the pool."""
+    if session.worker:
+        session.worker.serve(tests)
+        return True
+    if not session.uses_pool or tests.testsfailed:
+        return None
+    spawns = torch.cuda.is_available() or session.config.option.flashproof_spawn
+    Pool(tests, PoolRun(session), count=session.pool_size, spawns=spawns).run()
+    return True
+
+
+def complete_crash(session: Session, test: str, report: pytest.TestReport) -> None:
+    """A process of pytest-xdist died in a check. It has failed with all that its journal holds; the run goes on."""
+    found = left_by_a_crash(session, test)
+    if not found:
+        return
+    for record in found:
+        session.record(record)
+    failures = [one for one in found if isinstance(one, Judgement) and one.status in ("failed", "known defect")]
+    known = all(one.status == "known defect" for one in failures)
+    words = [wording.failure_block(one) for one in failures]
+    report.when, report.outcome = "call", "skipped" if known else "failed"
+    report.location = (report.location[0], None, test.rpartition("::")[2])
+    report.longrepr = "\n\n".join(
+        [*words, "the process is of no further use: the other cases of this check were left out"]
+    )
+    if known:
+        report.wasxfail = failures[-1].message

@@ -1,0 +1,295 @@
+"""The pytest plugin: hooks only.
+
+pytest loads it wherever flashproof is installed. It does nothing, and loads neither PyTorch nor a kernel, unless `--impl`
+is given or a check is collected. Then it registers `Verification`, which holds the other hooks and the fixtures.
+"""
+
+import argparse
+import importlib
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from flashproof.session import Session
+    from flashproof.subject import Recorder, Subject
+
+PACKAGE = Path(__file__).parent
+TESTS = tuple({PACKAGE / "tests", (PACKAGE / "tests").resolve()})
+OPTION = "--impl"
+VERIFICATION = "flashproof-verification"  # the name of the plugin that is registered once there is something to verify
+
+
+# ------------------------------------------------------------------------------------------------- the command line
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Adds the options if they are used, since a project may have options of its own with these names."""
+    config = pluginmanager.get_plugin("pytestconfig")
+    given = [str(word) for word in config.invocation_params.args] if config else []
+    if any(word.partition("=")[0] in (OPTION, "--help", "-h") for word in given):
+        add_options(parser)
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Adds the options of flashproof."""
+    group = parser.getgroup("flashproof", "verification of attention kernels")
+    if group.options:
+        return
+
+    def add(option: str, says: str, **words: Any) -> None:
+        group.addoption(option, dest=f"flashproof_{option[2:].replace('-', '_')}", help=says, **words)
+
+    many: dict[str, Any] = {"action": "append", "default": []}
+    add(
+        OPTION,
+        "verify this: a name or glob of the catalogue, pkg.mod:attr or path/file.py:attr",
+        metavar="NAME",
+        **many,
+    )
+    add("--dtype", "only this dtype: float32, float16 or bfloat16; repeatable", metavar="DTYPE", **many)
+    add("--device", "only on this device: cpu or cuda", metavar="DEVICE")
+    add("--case", "only this case, as a report prints it, by every check; repeatable", metavar="LINE", **many)
+    add(
+        "--search", "how much each search tries: cases (5000) or time (30s, 10m, 8h); Ctrl-C ends all", metavar="BUDGET"
+    )
+    add("--time-limit", "for one call of an external kernel, with its backward", metavar="SECONDS", type=_seconds)
+    add("--records", "where the records go; then no report is written", metavar="FILE")
+    add("--report", "where the report goes, instead of flashproof-report", metavar="DIR")
+    add("--spawn", argparse.SUPPRESS, action="store_true")  # start workers as where there is a GPU
+    add("--worker", argparse.SUPPRESS)  # this process is a worker of another one: sandbox/worker.py
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0.0:  # NaN neither
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give a number of seconds above 0")
+    return seconds
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
+    """Leaves the conftest files of the project out of a run that has no paths: its fixtures are not for the checks."""
+    known = early_config.known_args_namespace
+    if getattr(known, "flashproof_impl", None) and not known.file_or_dir and not is_clone(early_config):
+        known.noconftest = True
+
+
+def is_clone(config: pytest.Config) -> bool:
+    """Whether the run is one of a clone of flashproof."""
+    return config.rootpath / "flashproof" == PACKAGE
+
+
+def _is_asked_for(config: pytest.Config) -> bool:
+    return any(getattr(config.option, f"flashproof_{name}", None) for name in ("impl", "case", "search", "worker"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object]:
+    """Gives a run with an external kernel workers in place of the processes of pytest-xdist, before that one looks."""
+    if _is_asked_for(config):
+        from flashproof.processes import choose
+
+        choose(config)
+    return (yield)
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Says how many processes `-n auto` means."""
+    if not _is_asked_for(config) and not is_clone(config):
+        return None
+    from flashproof.processes import automatic
+
+    return automatic(config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepares a verification if one is asked for."""
+    if _is_asked_for(config) or is_clone(config):
+        activate(config)
+
+
+def activate(config: pytest.Config) -> None:
+    """Registers the hooks and fixtures of a verification, once."""
+    if not config.pluginmanager.has_plugin(VERIFICATION):
+        from flashproof.session import STATE, Session
+
+        session = config.stash[STATE] = Session(config)
+        session.begin()
+        config.pluginmanager.register(Verification(session), VERIFICATION)
+
+
+# ------------------------------------------------------------------------------------------------------ collection
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> bool | None:
+    """Collects flashproof's checks, and nothing else, if no path is given."""
+    config = session.config
+    if config.getoption("benchmark_only", default=False):
+        return None
+    if config.args_source is pytest.Config.ArgsSource.ARGS or not _is_asked_for(config):
+        return None
+    if config.pluginmanager.has_plugin("dsession"):  # the processes of pytest-xdist collect
+        return None
+    from flashproof.registry import files
+
+    places = [(name, PACKAGE.joinpath(*name.split(".")[1:]).with_suffix(".py")) for name in files()]
+    modules = [
+        CheckModule.from_parent(session, path=path, name=name, nodeid="/".join(path.parts[-3:]))
+        for name, path in places
+    ]
+    session.items = [item for module in modules for item in session.genitems(module)]
+    config.hook.pytest_collection_modifyitems(session=session, config=config, items=session.items)
+    config.hook.pytest_collection_finish(session=session)
+    session.testscollected = len(session.items)
+    return True
+
+
+class CheckModule(pytest.Module):
+    """A module of flashproof's tests. It is imported by its one name, wherever it is collected from."""
+
+    def _getobj(self) -> object:
+        parts = self.path.with_suffix("").parts
+        folders = [folder for folder in TESTS if self.path.is_relative_to(folder)]
+        return importlib.import_module(".".join(["flashproof", "tests", *parts[len(folders[0].parts) :]]))
+
+    def funcnamefilter(self, name: str) -> bool:
+        """Whether a function is a test, whatever pattern the project has for its own."""
+        return name.startswith("test_")
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Takes the modules of flashproof's tests."""
+    if not any(module_path.is_relative_to(folder) for folder in TESTS):
+        return None
+    module: pytest.Module = CheckModule.from_parent(parent, path=module_path)
+    return module
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Takes the folders of flashproof's tests: as packages, pytest would import them under a second name."""
+    if not any(path.is_relative_to(folder) for folder in TESTS):
+        return None
+    folder: pytest.Dir = pytest.Dir.from_parent(parent, path=path)
+    return folder
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> None:
+    """Prepares a verification when the first check is collected."""
+    if getattr(obj, "flashproof_check", None) is not None:
+        activate(collector.config)
+
+
+# ----------------------------------------------------------------------------------------------------- verification
+
+
+class Verification:
+    """The hooks and fixtures of a run that verifies something."""
+
+    def __init__(self, session: "Session") -> None:
+        self.session = session
+
+    @pytest.fixture
+    def subject(self, request: pytest.FixtureRequest) -> "Subject":
+        """The implementation, dtype and device under a check."""
+        return self.session.subject(request.node, request.param)
+
+    @pytest.fixture
+    def recorder(self, request: pytest.FixtureRequest) -> "Recorder":
+        """Where a check puts what it measured."""
+        from flashproof.subject import Recorder
+
+        return Recorder(self.session.run, lambda record: self.session.attach(request.node, record))
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Names the marker of what runs on a GPU."""
+        config.addinivalue_line("markers", "gpu: runs on a CUDA device")
+
+    def pytest_unconfigure(self) -> None:
+        """Leaves nothing behind."""
+        self.session.end()
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Makes a check one test for each target that claims it."""
+        if "subject" in metafunc.fixturenames:
+            from flashproof.parametrizing import parameters
+
+            metafunc.parametrize("subject", parameters(self.session, metafunc), indirect=True)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Chooses, orders and marks the items."""
+        from flashproof.parametrizing import arrange
+
+        arrange(self.session, config, items)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Deals long and short items to the processes of a GPU."""
+        from flashproof.processes import deal
+
+        deal(session)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Runs the checks in workers where there is an external kernel; in a worker, serves the pool."""
+        from flashproof.processes import run_in_workers
+
+        return run_in_workers(self.session, session)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+        """Turns what a check found into its outcome."""
+        from flashproof.subject import Subject, concluded
+
+        subject = pyfuncitem.funcargs.get("subject")
+        if not isinstance(subject, Subject):
+            return (yield)
+        with self.session.journalled(pyfuncitem.nodeid, subject), concluded(subject):
+            return (yield)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Takes the records that a report brings; in a worker, sends the report on."""
+        self.session.take_report(report)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Tells a process of pytest-xdist the name of the run."""
+        node.workerinput["flashproof_run"] = self.session.run
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object) -> None:
+        """Takes what a process of pytest-xdist found not to be claimed."""
+        self.session.take_absences(getattr(node, "workeroutput", {}).get("flashproof_absences", []))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
+        """Completes the report of a check in which a process of pytest-xdist died."""
+        from flashproof.processes import complete_crash
+
+        complete_crash(self.session, crashitem, report)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Writes the last records. A run that did not verify all that was selected is no success."""
+        from flashproof.summary import settle
+
+        settle(self.session, session, exitstatus)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Says what was not verified, and where the records and the report are."""
+        from flashproof.summary import last_lines, places
+
+        if self.session.role == "main" and not self.session.config.option.collectonly:
+            for line in [*last_lines(self.session), *places(self.session)]:
+                terminalreporter.write_line(line.text, **({line.color: True} if line.color else {}))

@@ -1,0 +1,123 @@
+"""What a run selects: implementations, dtypes, a device and cases; and which cases a check gives to a target."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import get_args
+
+from flashproof import grids, targets
+from flashproof.cases import Case, inputs, not_claimed
+from flashproof.impls.catalogue import close
+from flashproof.impls.spec import DTYPES, Device, Dtype
+from flashproof.registry import Check
+from flashproof.sandbox.memory import available_memory
+from flashproof.targets import Loaded, Target
+
+ALIASES: dict[str, Dtype] = {
+    "fp32": "float32",
+    "f32": "float32",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+}
+BYTES_OF_A_NUMBER = 40  # while tensors are made: 64-bit random words, their sum, and the other tensors in float64
+
+
+@dataclass(eq=False)
+class Selection:
+    """What the command line, or a caller, asks for. Raises ValueError and what `targets.load` raises."""
+
+    names: list[str]  # as given: names, globs; empty for the whole catalogue
+    dtypes: list[Dtype] = field(default_factory=lambda: list(DTYPES))
+    device: Device | None = None
+    cases: list[Case] = field(default_factory=list)  # instead of those of the grids
+    by_name: bool = False  # whether tests were chosen by name, so that shares of other dtypes may be missing
+    loaded: list[Loaded] = field(init=False)
+    targets: list[Target] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.names = list(dict.fromkeys(map(targets.spelled, self.names)))
+        if self.cases:
+            self.dtypes = list(dict.fromkeys(case.dtype for case in self.cases))
+        self.loaded = targets.load_selected(self.names)
+        self.targets = [
+            target for loaded in self.loaded for target in targets.targets_of(loaded, self.dtypes, self.device)
+        ]
+        self._claimed: dict[tuple[object, str], list[Case]] = {}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing narrows what is verified of the implementations."""
+        return not (self.cases or self.by_name or self.device) and set(self.dtypes) == set(DTYPES)
+
+    @property
+    def external(self) -> list[str]:
+        """The external kernels of the run."""
+        return [loaded.name for loaded in self.loaded if loaded.is_external]
+
+    def cases_of(self, check: Check, target: Target) -> list[Case]:
+        """The cases of a check that the target claims; its share, where dtypes with shared code share them."""
+        if target.implementation is None:
+            return []
+        about = (check.grid, str(target))
+        if about not in self._claimed:
+            chosen = [case for case in self.cases if case.dtype == target.dtype]
+            grid = chosen if self.cases else check.grid(target.dtype, target.device)
+            claimed = [case for case in grid if not_claimed(case, target.implementation.supports) is None]
+            names = list(dict.fromkeys(other.name for other in self.targets))
+            dealt = grids.dealt(check.grid, claimed, target.dtype, self._sharing(target))
+            self._claimed[about] = grids.turned(check.grid, dealt, names.index(target.name))
+        return list(self._claimed[about])
+
+    def covers(self, check: Check, target: Target) -> bool:
+        """Whether a check is run for a target: it claims what the check needs, and one of its cases at least."""
+        if target.implementation is None:
+            return True
+        if self.cases and not check.single:
+            return False
+        supports = target.implementation.supports
+        return all(getattr(supports, claim) for claim in check.claims) and bool(self.cases_of(check, target))
+
+    def _sharing(self, target: Target) -> list[Dtype]:
+        """The dtypes of this run that share the target's code. None where cases or tests are chosen."""
+        if self.cases or self.by_name or not target.implementation:
+            return []
+        alike = target.implementation.one_code(target.device)
+        return [dtype for dtype in self.dtypes if dtype in alike] if target.dtype in alike else []
+
+
+def parse_dtypes(words: Sequence[str]) -> list[Dtype]:
+    """Dtypes by name, or by a usual short form. Raises ValueError for other words."""
+    found: list[Dtype] = []
+    for word in words:
+        name = ALIASES.get(word, word.removeprefix("torch."))
+        if name not in DTYPES:
+            raise ValueError(f"{word!r} is unknown{close(word, DTYPES)}; give {', '.join(DTYPES)}")
+        found.append(next(dtype for dtype in DTYPES if dtype == name))
+    return list(dict.fromkeys(found)) or list(DTYPES)
+
+
+def parse_device(word: str | None) -> Device | None:
+    """A kind of device. Raises ValueError for other words."""
+    found: Device | None = next((device for device in get_args(Device) if device == word), None)
+    if word and not found:
+        raise ValueError(f"{word!r} is unknown; give {' or '.join(get_args(Device))}")
+    return found
+
+
+def parse_case(line: str) -> Case:
+    """A case, from its line.
+
+    Raises ValueError for an unknown word, numbers that the dtype cannot hold, and tensors that the memory cannot hold.
+    """
+    if not line.strip():
+        raise ValueError("is empty; give a case, as a report prints it")
+    case = Case.parse(line)
+    needed, left = case.numbers * BYTES_OF_A_NUMBER / 2**30, available_memory() / 2**30
+    if needed > left:
+        raise ValueError(
+            f"the tensors of '{case}' need {needed:.0f} GiB while they are made, and {left:.0f} GiB are left; "
+            "give a smaller one"
+        )
+    inputs(case)
+    return case

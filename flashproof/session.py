@@ -1,0 +1,399 @@
+"""A run of pytest that verifies something: its options, its role among the processes of the run, and its records."""
+
+import os
+import shutil
+import tempfile
+import tomllib
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import pytest
+import torch
+from threadpoolctl import threadpool_limits
+
+from flashproof import judging, search
+from flashproof.environment import environment, run_name
+from flashproof.impls.spec import Device, Implementation
+from flashproof.registry import Check, check_of
+from flashproof.reports import wording
+from flashproof.reports.evidence import size, worst_rho
+from flashproof.reports.record import Absence, Claim, Judgement, Record, append
+from flashproof.sandbox import journal
+from flashproof.sandbox.journal import Journal
+from flashproof.sandbox.worker import Worker
+from flashproof.selection import Selection, parse_case, parse_device, parse_dtypes
+from flashproof.settings import Settings
+from flashproof.subject import Subject
+from flashproof.targets import Target, is_external
+
+CATALOGUE_DEFECTS = Path(__file__).parent / "tests" / "known_defects.toml"
+TIME_LIMITS: dict[Device, float] = {"cpu": 30.0, "cuda": 120.0}  # a call may compile; the first has twice as long
+PROCESSES_ON_A_GPU = 16  # that share one GPU: they spend most of their time compiling kernels
+
+Role = Literal["main", "process", "worker"]  # a process of pytest-xdist; a worker of the pool
+
+
+class Session:
+    """What a run knows in each of its processes."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        """Raises pytest.UsageError, which names the option, for an option that cannot be understood."""
+        self.config = config
+        options = config.option
+        sender: dict[str, str] | None = getattr(config, "workerinput", None)
+        spawned: str | None = getattr(options, "flashproof_worker", None)
+        self.role: Role = "process" if sender else "worker" if spawned else "main"
+        self.run = sender["flashproof_run"] if sender else spawned.split(",")[3] if spawned else run_name()
+        self.shared = Path(tempfile.gettempdir()) / f"flashproof-{self.run}"  # what processes of a run share
+        self.worker = Worker.spawned(spawned) if spawned else None
+        self.journal = Journal(self.shared) if sender else None
+        self.is_clone = config.rootpath / "flashproof" == Path(__file__).parent
+        self.times: bool = config.getoption("benchmark_only", default=False)  # a run of benchmarks verifies nothing
+        self.shown: set[str] = set()  # implementations of which a failure was shown while the run goes on
+        self.written = 0
+        self.passed: dict[str, int] = {}
+        self.refused: dict[tuple[str, str], list[str]] = {}  # what an implementation said when it declined, by dtype
+        self.found: dict[tuple[str, str], Judgement] = {}  # the worst that a search found, by dtype
+        with named("[tool.flashproof]"):
+            self.settings = Settings.of(config.rootpath)
+        self._read_options()
+        self.absences = [
+            Absence(
+                run=self.run,
+                implementation=target.name,
+                device=target.device,
+                dtype=target.dtype,
+                reason="not possible here",
+                message=target.missing,
+            )
+            for target in self.selection.targets
+            if target.missing
+        ]
+        self.defects = self._defects()
+
+    def _read_options(self) -> None:
+        def given(name: str) -> list[str]:
+            return getattr(self.config.option, f"flashproof_{name}", None) or []
+
+        with named("--case"):
+            cases = list(dict.fromkeys(map(parse_case, given("case"))))
+        with named("--dtype"):
+            dtypes = parse_dtypes(given("dtype"))
+            if others := [case.dtype for case in cases if given("dtype") and case.dtype not in dtypes]:
+                raise ValueError(f"the case is in {others[0]}")
+        with named("--device"):
+            device = parse_device(getattr(self.config.option, "flashproof_device", None))
+        self.asked = bool(given("impl") or cases)  # a verification: the tests of the suite itself stay out
+        by_name = bool(self.config.getoption("keyword")) or any("::" in str(word) for word in self.config.args)
+        with named("--impl"):
+            self.selection = Selection(given("impl"), dtypes, device, cases, by_name)
+        records = getattr(self.config.option, "flashproof_records", None)
+        report = getattr(self.config.option, "flashproof_report", None)
+        folder = Path(report) / "runs" if report else self.settings.records
+        with named("--records"):
+            self.path = _writable(Path(records)) if records else folder / f"{self.run}.jsonl"
+        # Records that go to a place of their own become part of a report when somebody asks for it.
+        self.site = Path(report) if report else None if records else self.settings.report
+
+    def _defects(self) -> list[dict[str, str]]:
+        files = [CATALOGUE_DEFECTS, self.settings.known_defects]
+        found: list[dict[str, str]] = []
+        for path in files:
+            if path is None or not path.exists():
+                continue
+            try:
+                found += tomllib.loads(path.read_text())["defect"]
+            except (tomllib.TOMLDecodeError, KeyError) as error:
+                raise pytest.UsageError(f"{path}: is no list of [[defect]] tables ({error})") from error
+        return found
+
+    # ------------------------------------------------------------------------------------------ beginning and end
+
+    def begin(self) -> None:
+        """Prepares this process."""
+        # The cases are small: a second thread waits more than it computes, and other processes use the cores better.
+        # NumPy's threads, which Triton's interpreter starts, wait by spinning.
+        torch.set_num_threads(1)
+        threadpool_limits(1, user_api="blas")
+        share_triton_cache()
+        judging.share(self.shared)
+        if self.role == "main":
+            self.shared.mkdir(mode=0o700, parents=True)
+        if budget := getattr(self.config.option, "flashproof_search", None):
+            with named("--search"):
+                search.begin(search.Budget.parse(budget), self.run, is_main=self.role == "main")
+
+    def end(self) -> None:
+        """Leaves nothing behind."""
+        search.end()
+        if self.role == "main":
+            shutil.rmtree(self.shared, ignore_errors=True)
+
+    # ---------------------------------------------------------------------------------------------------- checks
+
+    def subject(self, item: pytest.Item, target: Target) -> Subject:
+        """What a check is given."""
+        check = check_of(getattr(item, "function", None))
+        assert check is not None
+        assert target.implementation is not None
+        begin = self.worker.after + 1 if self.worker else 0
+        return Subject(
+            implementation=target.implementation,
+            dtype=target.dtype,
+            device=target.device,
+            check=check.name,
+            cases=self.selection.cases_of(check, target)[begin:],
+            run=self.run,
+            emit=lambda record: self.attach(item, record),
+            defect=self.defect(check, target),
+            observer=self.worker or self.journal,
+        )
+
+    def defect(self, check: Check, target: Target) -> dict[str, str] | None:
+        """The known defect of an implementation that a check would find. A single case may well pass: it has none."""
+        if self.selection.cases:
+            return None
+        for defect in self.defects:
+            if (
+                defect["implementation"] == target.name
+                and defect["device"] == target.device
+                and target.dtype in defect["dtypes"]
+                and check.name in defect["checks"]
+            ):
+                return defect
+        return None
+
+    def weight(self, item: pytest.Item) -> tuple[str | bool | int, ...]:
+        """The place of an item in the order of a run."""
+        target, check = target_of(item), check_of(getattr(item, "function", None))
+        if target is None or check is None:
+            # Tests of the suite itself come first. Those that need a GPU are short and come last, apart from those
+            # that wait for kernels that hang.
+            is_short = item.get_closest_marker("gpu") is not None and item.path.parent.name != "sandbox"
+            return (False, "last" if is_short else "", 0, "", 0)
+        passes = 2 if "backward" in check.claims else 1
+        cases = len(self.selection.cases_of(check, target))
+        if target.device == "cpu" and not self.uses_pool:
+            # The checks with the most to do come first, so that no long one is left to the end. Those of one grid and
+            # dtype stand together: a process remembers their exact results.
+            return (False, target.device, -cases, f"{target.dtype} {target}", -passes)
+        # On a GPU, items go to the processes one by one: a forward finds the kernels that its backward compiled. An
+        # external kernel has its dtypes in turn, since a fault may be one dtype's, and begins with the early checks.
+        return (self.uses_pool and not check.early, target.device, -passes * cases, "", 0)
+
+    @property
+    def orders(self) -> bool:
+        """Whether the run may put its tests in an order of its own. It leaves those of another project as they are."""
+        return self.asked or self.role == "worker" or self.is_clone
+
+    @property
+    def uses_pool(self) -> bool:
+        """Whether workers of the pool run the checks."""
+        return self.pool_size > 0
+
+    @property
+    def pool_size(self) -> int:
+        """The number of workers that the main process starts."""
+        return self.config.stash.get(POOL_SIZE, 0)
+
+    # ---------------------------------------------------------------------------------------------------- records
+
+    def attach(self, item: pytest.Item, record: Record) -> None:
+        """Sends a record of an item on its way to the file of the run, which the main process writes."""
+        line = msgspec.json.encode(record).decode()
+        if self.journal:
+            self.journal.record(line)
+        if self.worker:
+            self.worker.record(line)  # at once: the next call may be its last
+        else:
+            item.user_properties.append(("flashproof", line))  # pytest-xdist takes them to the main process
+
+    def record(self, record: Record) -> None:
+        """Writes a record, behind the environment that the file begins with."""
+        if not self.written:
+            append(self.path, environment(self.run, whole=self.selection.is_whole and self.asked))
+        append(self.path, record)
+        self.written += 1
+        if not isinstance(record, Judgement):
+            return
+        if record.status == "passed":
+            self.passed[record.implementation] = self.passed.get(record.implementation, 0) + 1
+        if record.status == "refused":
+            self.refused.setdefault((record.implementation, record.dtype), []).append(record.message)
+        if record.check.endswith("_search") and record.rho is not None:
+            before = self.found.get((record.implementation, record.dtype))
+            if before is None or size(worst_rho(record)) >= size(worst_rho(before)):
+                self.found[record.implementation, record.dtype] = record
+
+    def take_report(self, report: pytest.TestReport) -> None:
+        """Writes the records that pytest's report of a check brings. A worker sends the report to the pool."""
+        if self.worker:
+            hook = self.config.hook
+            self.worker.report(hook.pytest_report_to_serializable(config=self.config, report=report))
+        if report.when == "call" and self.role == "main":
+            for name, text in report.user_properties:
+                if name == "flashproof":
+                    self.record(_decoder.decode(str(text)))
+
+    @contextmanager
+    def journalled(self, test: str, subject: Subject) -> Generator[None]:
+        """Keeps a journal of a check while it runs, where a crash would end the process."""
+        if self.journal:
+            self.journal.begin(test, subject.unfinished())
+        try:
+            yield
+        finally:
+            if self.journal:
+                self.journal.end()
+
+    def take_absences(self, lines: list[str]) -> None:
+        """Takes what a process of pytest-xdist found not to be claimed: only those processes collect."""
+        for line in lines:
+            absence = _decoder.decode(line)
+            if isinstance(absence, Absence) and absence not in self.absences:
+                self.absences.append(absence)
+
+    def close(self) -> None:
+        """Writes the last records: what the implementations claim, and what was not verified."""
+        if not self.written:
+            return
+        for loaded in self.selection.loaded:
+            if loaded.implementation is not None:
+                self.record(_claim(self.run, loaded.implementation))
+        for absence in self.absences:
+            self.record(absence)
+
+
+STATE = pytest.StashKey[Session]()
+POOL_SIZE = pytest.StashKey[int]()
+_decoder = msgspec.json.Decoder(Record)
+
+
+class PoolRun:
+    """What the pool of workers asks of the session that it works for (`sandbox.pool.Run`)."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.name = session.run
+
+    def limit(self, item: pytest.Item, *, first: bool) -> float:
+        """Seconds for a call."""
+        target = target_of(item)
+        limit: float | None = getattr(self.session.config.option, "flashproof_time_limit", None)
+        return limit or (2 if first else 1) * TIME_LIMITS[target.device if target else "cpu"]
+
+    def owner(self, item: pytest.Item) -> str:
+        """The external kernel of a check."""
+        target = target_of(item)
+        return target.name if target and is_external(target.name) else ""
+
+    def cases(self, item: pytest.Item) -> list[str]:
+        """The case lines of a check."""
+        target, check = target_of(item), check_of(getattr(item, "function", None))
+        assert target is not None
+        assert check is not None
+        return [str(case) for case in self.session.selection.cases_of(check, target)]
+
+    def record(self, record: Record) -> None:
+        """Takes a record, and shows the first failure of each implementation at once."""
+        self.session.record(record)
+        reporter = self.session.config.pluginmanager.getplugin("terminalreporter")
+        if reporter is None or not isinstance(record, Judgement) or record.status != "failed":
+            return
+        if record.implementation not in self.session.shown:
+            self.session.shown.add(record.implementation)
+            reporter.write_line("")  # ends the line of dots
+            reporter.write_line(wording.failure_block(record), red=True)
+
+    def fail(self, item: pytest.Item, case: str, message: str) -> str:
+        """Records a failure that a worker could not record itself."""
+        target, check = target_of(item), check_of(getattr(item, "function", None))
+        assert target is not None
+        assert check is not None
+        judgement = Judgement(
+            run=self.session.run,
+            implementation=target.name,
+            check=check.name,
+            case=case,
+            dtype=target.dtype,
+            device=target.device,
+            status="failed",
+            message=message,
+        )
+        self.record(judgement)
+        return wording.failure_block(judgement)
+
+    def become_worker(self, worker: Worker) -> None:
+        """The session of a fork is one of a worker."""
+        self.session.worker, self.session.role = worker, "worker"
+
+
+def target_of(item: pytest.Item) -> Target | None:
+    """The target that a check is run for."""
+    callspec = getattr(item, "callspec", None)
+    target = callspec.params.get("subject") if callspec else None
+    return target if isinstance(target, Target) else None
+
+
+def left_by_a_crash(session: Session, test: str) -> list[Record]:
+    """What a process of pytest-xdist found in a check before it died, with the death. Empty if it was in no check."""
+    left = journal.read(session.shared, test)
+    return left.findings() if left else []
+
+
+def processes() -> int:
+    """Processes that a run uses: one for each core; fewer on a GPU, which they share."""
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, PROCESSES_ON_A_GPU) if torch.cuda.is_available() else cores
+
+
+def share_triton_cache() -> None:
+    """Names Triton's cache if the user has not.
+
+    Otherwise Inductor moves it in each process in which it compiles, away from the others.
+    """
+    if torch.cuda.is_available() and find_spec("triton"):
+        import triton
+
+        os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
+
+
+@contextmanager
+def named(option: str) -> Generator[None]:
+    """Turns an error into one of the command line that names the option."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
+        raise pytest.UsageError(f"{option}: {error}") from error
+
+
+def _writable(path: Path) -> Path:
+    """A file, its folder made. Raises OSError if nothing can be appended to it."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory; name a file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(f"{path} cannot be written to; name another file")
+    return path
+
+
+def _claim(run: str, implementation: Implementation) -> Claim:
+    supports = implementation.supports
+    return Claim(
+        run=run,
+        implementation=implementation.name,
+        summary=implementation.summary,
+        supports={key: list(value) if isinstance(value, tuple) else value for key, value in asdict(supports).items()},
+        arithmetic={
+            f"{dtype} on {device}": asdict(implementation.arithmetic(dtype, device))
+            for dtype in supports.dtypes
+            for device in supports.devices
+        },
+        bare=implementation.bare,
+        one_code={device: list(dtypes) for device in supports.devices if (dtypes := implementation.one_code(device))},
+    )

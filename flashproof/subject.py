@@ -1,0 +1,454 @@
+"""The subject of a check: one implementation, one dtype, one device.
+
+It runs the implementation on cases, judges the answers, records them, and says what failed. A check says what to do with
+each case, never for which implementation.
+"""
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import hypothesis
+import msgspec
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flashproof import judging, search
+from flashproof.calling import (
+    GRADIENTS,
+    UNOBSERVED,
+    Answer,
+    Fault,
+    Forward,
+    Observer,
+    Refused,
+    TensorName,
+    attend,
+    forward,
+    go_back,
+)
+from flashproof.cases import Case, Inputs, inputs
+from flashproof.impls.spec import Device, Dtype, Implementation
+from flashproof.judging import Judged
+from flashproof.reports import wording
+from flashproof.reports.record import Element, Judgement, Record, Status, figure
+
+FORWARD: tuple[TensorName, ...] = ("out", "lse")
+BACKWARD = GRADIENTS
+SLOW = 0.1  # seconds
+LONG = 384  # queries; of shorter sequences the next one takes nobody long
+REPETITIONS = 16  # of a call whose bits may vary from run to run
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class Subject:
+    """What a check is given. `cases` are those of the check's grid that the implementation claims, or the one of the command line."""
+
+    implementation: Implementation
+    dtype: Dtype
+    device: Device
+    check: str  # "accuracy/forward"
+    cases: list[Case]
+    run: str
+    emit: Callable[[Record], None]
+    defect: dict[str, str] | None = None  # the entry of known_defects.toml for this check here
+    observer: Observer | None = None  # of the calls, in a process that may die of one
+    explains: bool = True  # whether the first failure is looked into: what question it answers, where it begins
+    failures: list[Judgement] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    judged: int = 0
+    carried: bool = False  # whether the output of any call of the check carried a gradient
+
+    @property
+    def tensors(self) -> tuple[TensorName, ...]:
+        """All that the implementation answers, with gradients where it claims them."""
+        return FORWARD + BACKWARD if self.implementation.supports.backward else FORWARD
+
+    @property
+    def without_lse(self) -> Implementation:
+        """The implementation as it is called for the output alone, which is how it is called most: that may be another kernel."""
+        return replace(self.implementation, supports=replace(self.implementation.supports, lse=False))
+
+    # ------------------------------------------------------------------------------------------------ figures
+
+    def judge(
+        self,
+        case: Case,
+        names: tuple[TensorName, ...],
+        *,
+        axes: dict[str, float] | None = None,
+        called: Implementation | None = None,
+    ) -> list[Judged]:
+        """Runs the case and judges the named tensors by rho and bias. Empty when the kernel refused or failed to answer. called: as of `attend`."""
+        answer = self.attend(case, backward=not set(names) <= set(FORWARD), called=called)
+        return [] if answer is None else self.judge_answer(answer, case, names, axes=axes)
+
+    def judge_answer(
+        self,
+        answer: Answer,
+        case: Case,
+        names: tuple[TensorName, ...],
+        *,
+        axes: dict[str, float] | None = None,
+        given: Inputs | None = None,
+        note: str = "",
+    ) -> list[Judged]:
+        """Judges tensors that a kernel answered for a case, or for its shape and mask with the tensors `given`. note: a failure's further words."""
+        arithmetic = self.implementation.arithmetic(self.dtype, self.device)
+        verdicts = judging.judge(answer, case, arithmetic, names, given)
+        for judged in verdicts:
+            self._record_judged(judged, case, answer.seconds, axes or {}, note, own=given is None)
+        return verdicts
+
+    def attend(
+        self, case: Case, *, backward: bool, given: Inputs | None = None, called: Implementation | None = None
+    ) -> Answer | None:
+        """The answer to a case, or None when it was refused or failed; either is recorded. `given` replaces the case's own tensors, `called` what is called."""
+        answer = self._tried(
+            case,
+            lambda: attend(
+                called or self.implementation,
+                case,
+                given or inputs(case, self.device),
+                backward=backward,
+                observer=self._observer,
+            ),
+        )
+        return answer if answer is None or not backward or self._carries_gradient(case, answer.has_gradient) else None
+
+    def forward(
+        self,
+        case: Case,
+        given: Inputs,
+        *,
+        wanted: Sequence[TensorName] = BACKWARD,
+        under: Callable[[], AbstractContextManager[object]] = nullcontext,
+        leaves: tuple[Tensor, ...] | None = None,
+    ) -> Forward | None:
+        """The forward alone of a call, whose backward may follow. wanted: which gradients; under: what the call stands in; leaves: those of an earlier call,
+        which hold the values of `given`. None as of `attend`."""
+        return self._tried(
+            case,
+            lambda: forward(
+                self.implementation, case, given, wanted=wanted, under=under, leaves=leaves, observer=self._observer
+            ),
+        )
+
+    def backward(self, call: Forward | None, *, dout: Tensor | None = None, keep: bool = False) -> Answer | None:
+        """The backward of a call, with another output gradient if that is given. keep: there may be another backward. None as of `attend`."""
+        if call is None or not self._carries_gradient(call.case, call.carries_gradient):
+            return None
+        return self._tried(call.case, lambda: go_back(call, dout=dout, keep=keep))
+
+    def _tried(self, case: Case, run: Callable[[], Result]) -> Result | None:
+        """What comes of running the kernel, or None when it was refused or failed; either is recorded."""
+        try:
+            return run()
+        except Refused as refusal:
+            self.refusals.append(str(refusal))
+            self._emit(case, "refused", message=str(refusal))
+        except Fault as fault:
+            self.fail(case, str(fault))
+            self._end_if_spoilt(fault)
+        return None
+
+    @property
+    def _observer(self) -> Observer:
+        return self.observer or UNOBSERVED
+
+    def _end_if_spoilt(self, fault: Fault) -> None:
+        """Ends a process that a kernel left unusable, now that its failure is recorded. Another one goes on."""
+        if fault.spoils:
+            self._observer.spoilt()
+
+    def _carries_gradient(self, case: Case, carries: bool) -> bool:
+        """Whether a backward can follow; if not, that is recorded."""
+        if carries:
+            self.carried = True
+        elif not self.implementation.bare:
+            self.fail(case, "the output carries no gradient, and backward is claimed")
+        elif self.carried:
+            self.fail(
+                case, "the output carries no gradient, and that of an earlier call did: here it is lost without a word"
+            )
+        else:
+            self.refusals.append("the output carries no gradient")
+            self._emit(case, "refused", message="the output carries no gradient: backward is not verified")
+        return carries
+
+    def is_slow(self, case: Case, *, backward: bool) -> bool:
+        """Whether a long sequence takes a tenth of a second or more, twice: the first call may have compiled. The next one takes about ten times as long."""
+        if case.queries < LONG:
+            return False
+        return all(
+            (answer := self.attend(case, backward=backward)) is not None and answer.seconds > SLOW for _ in range(2)
+        )
+
+    # ------------------------------------------------------------------------------------------------ properties
+
+    def expect(self, holds: bool, case: Case, message: str, **fields: object) -> None:
+        """Records a property that holds or not. `message` says what is wrong when it does not. fields: what else the record holds."""
+        if holds:
+            self.judged += 1
+            self._emit(case, "passed", **fields)
+        else:
+            self.fail(case, message, **fields)
+
+    def expect_equal(self, first: Tensor, second: Tensor, case: Case, name: str, message: str) -> None:
+        """Bitwise equality of two results (0 and -0 count as equal); the failure says where they part."""
+        if torch.equal(first, second):
+            self.expect(True, case, message)
+            return
+        apart = (first != second) & ~(first.isnan() & second.isnan())
+        if not apart.any():
+            self.fail(case, f"{message}: {name} holds NaN")
+            return
+        index = tuple(int(i) for i in apart.nonzero()[0])
+        values = f"{first[index].item()} and {second[index].item()}"
+        self.fail(
+            case,
+            f"{message}: {name} differs in {int(apart.sum())} of {apart.numel()} elements, first at {list(index)}: {values}",
+        )
+
+    def varies(self, case: Case, name: TensorName, *runs: tuple[Inputs, Tensor]) -> bool:
+        """Whether the same call gives other bits in this tensor from one run to the next, as sums by atomics do; never of those that claim otherwise.
+
+        runs: tensors and what was answered to them, once. Each is answered again until one answer differs; rare ones take many tries.
+        """
+        if self.implementation.supports.deterministic:
+            return False
+        for _ in range(REPETITIONS):
+            for given, first in runs:
+                again = self.attend(case, backward=name in BACKWARD, given=given)
+                if again is None or not torch.equal(again[name], first):
+                    return True
+        return False
+
+    def fail(self, case: Case, message: str, **fields: object) -> None:
+        """Records a failure that `message` tells of."""
+        self.judged += 1
+        self._emit(case, "failed", message=message, **fields)
+        self.failures.append(self._judgement(case, "failed", message=message, **fields))
+
+    # ------------------------------------------------------------------------------------------------ search
+
+    def search(self, names: tuple[TensorName, ...], strategy: st.SearchStrategy[Case]) -> None:
+        """Lets Hypothesis look for a case that fails, climbing on each tensor's rho, and shrinks what it finds. Only the worst case is recorded."""
+        worst: tuple[float, list[Judged], Case, float] | None = None
+        failed: list[tuple[list[Judged], Case, float, str]] = []
+        budget, tried = search.Search(), 0
+
+        def attempt(case: Case) -> None:
+            nonlocal worst, tried
+            if budget.is_over and not failed:  # what has failed is shrunk, however late it is
+                return
+            tried += 1
+            backward = not set(names) <= set(FORWARD)
+            try:
+                answer = attend(
+                    self.implementation, case, inputs(case, self.device), backward=backward, observer=self._observer
+                )
+            except Refused as refusal:
+                self.refusals.append(str(refusal))
+                return
+            except Fault as fault:
+                if fault.spoils:
+                    self.fail(case, str(fault))
+                    self._end_if_spoilt(fault)
+                failed.append(([], case, 0.0, str(fault)))
+                raise AssertionError(str(fault)) from fault
+            if backward and not answer.has_gradient:
+                if self.implementation.bare:
+                    return
+                failed.append(([], case, 0.0, "the output carries no gradient, and backward is claimed"))
+                raise AssertionError("no gradient")
+            verdicts = judging.judge(answer, case, self.implementation.arithmetic(self.dtype, self.device), names)
+            for judged in verdicts:
+                if math.isfinite(judged.worst_rho):
+                    hypothesis.target(judged.worst_rho, label=judged.tensor)
+            rho = max((judged.worst_rho for judged in verdicts), default=0.0)
+            if worst is None or rho >= worst[0]:
+                worst = (rho, verdicts, case, answer.seconds)
+            if not all(judged.passed for judged in verdicts):
+                failed.append((verdicts, case, answer.seconds, ""))
+                raise AssertionError(f"rho {rho:.3g}")
+
+        try:
+            for _ in budget.runs():
+                budget.decorated(hypothesis.given(strategy)(attempt))()
+        except (AssertionError, hypothesis.errors.Flaky, ExceptionGroup):
+            if not failed:
+                raise  # not of the kernel: the search itself is at fault
+            verdicts, case, seconds, fault = failed[-1]  # Hypothesis ends with the smallest case that it found
+            if fault:
+                self.fail(case, fault)
+            for judged in verdicts:
+                self._record_judged(judged, case, seconds, {})
+            return
+        if worst is not None:
+            _, verdicts, case, seconds = worst
+            for judged in verdicts:
+                self._record_judged(judged, case, seconds, {}, f"the worst of {wording.plural(tried, 'case')}")
+
+    # ------------------------------------------------------------------------------------------------ records and words
+
+    def _judgement(self, case: Case, status: Status, **fields: object) -> Judgement:
+        about: dict[str, str] = {
+            "run": self.run,
+            "implementation": self.implementation.name,
+            "check": self.check,
+            "case": str(case),
+        }
+        return Judgement(**about, dtype=self.dtype, device=self.device, status=status, **fields)  # type: ignore[arg-type]
+
+    def unfinished(self) -> Judgement:
+        """What is to be recorded, with a case and in words, if this process does not survive the check."""
+        about = self._judgement(
+            Case(), "known defect" if self.defect else "failed", link=self.defect["link"] if self.defect else ""
+        )
+        return msgspec.structs.replace(about, case="")
+
+    def ended_by(self, error: Exception) -> Judgement:
+        """What is to be recorded where an exception ends the check itself, as it may after a call that left the process in another state."""
+        return msgspec.structs.replace(
+            self.unfinished(), message=f"the check was ended by {type(error).__name__}: {error}"
+        )
+
+    def _emit(self, case: Case, status: Status, **fields: object) -> None:
+        if status == "failed" and self.defect:
+            status, fields["message"], fields["link"] = "known defect", self.defect["seen"], self.defect["link"]
+        self.emit(self._judgement(case, status, **fields))
+
+    def _record_judged(
+        self, judged: Judged, case: Case, seconds: float, axes: dict[str, float], note: str = "", *, own: bool = True
+    ) -> None:
+        self.judged += 1
+        worst = (
+            judged.rho.worst
+            if judged.statistical is None or judged.rho.value >= judged.statistical.value
+            else judged.statistical.worst
+        )
+        fields: dict[str, object] = {
+            "tensor": judged.tensor,
+            "rho": figure(judged.rho.value),
+            "rho_statistical": figure(judged.statistical.value) if judged.statistical else None,
+            "bias": judged.bias.value if judged.bias else None,
+            "bias_error": judged.bias.standard_error if judged.bias else None,
+            "bias_allowance": judged.bias.allowance if judged.bias else None,
+            "certainty": judged.certainty,
+            "worst": Element(
+                index=worst.index,
+                got=figure(worst.got),
+                exact=figure(worst.exact),
+                error=figure(worst.error),
+                bound=figure(worst.bound),
+                note=note
+                if judged.passed
+                else judging.describe_row(case, self.device, worst.index, judged.tensor)
+                if own
+                else "",
+            ),
+            "seconds": seconds,
+            "axes": axes,
+        }
+        if judged.passed:
+            self._emit(case, "passed", **fields)
+            return
+        if (
+            not note and not self.failures and self.explains
+        ):  # the first failure tells what it is the answer to, or from which magnitude on
+            note = self._mistaken(case, judged.tensor) or self._onset(case, judged.tensor)
+        self.failures.append(self._judgement(case, "failed", **fields, message=note))
+        self._emit(case, "failed", **fields, message=note)
+
+    def _mistaken(self, case: Case, name: TensorName) -> str:
+        """What a wrong answer is the right one to: the case less one of its features. Nothing where it is neither, nor of one key."""
+        if case.keys == 1:
+            return ""
+        without: dict[str, Case] = {}
+        if case.mask != "full":
+            without["without the causal mask"] = replace(case, mask="full")
+            without["with the other alignment of the causal mask"] = replace(
+                case, mask="causal" if case.mask == "causal-br" else "causal-br"
+            )
+        if case.scale is not None:
+            without["with the default scale"] = replace(case, scale=None)
+        if case.blocks is not None:
+            without["without the block mask"] = replace(case, blocks=None)
+        if case.dropout:
+            without["without dropout"] = replace(case, dropout=0.0)
+        given = inputs(case, self.device)
+        for words, other in without.items():
+            try:
+                answer = attend(self.implementation, case, given, backward=name in BACKWARD, observer=self._observer)
+            except (Refused, Fault):
+                return ""
+            block_mask = None if other.blocks is None else given.block_mask
+            verdicts = judging.judge(
+                answer,
+                other,
+                self.implementation.arithmetic(self.dtype, self.device),
+                (name,),
+                replace(given, block_mask=block_mask),
+            )
+            if verdicts and all(judged.passed for judged in verdicts):
+                return f"this is the answer {words}"
+        return ""
+
+    def _onset(self, case: Case, name: TensorName) -> str:
+        """From which magnitude on the case fails, or from which shift where its scores have one; found by halving and, where that is no answer, nothing."""
+        arithmetic = self.implementation.arithmetic(self.dtype, self.device)
+        axis = "shift" if case.shift else "magnitude"
+        value = getattr(case, axis)
+        for _ in range(6):
+            lower = replace(case, **{axis: value / 2.0})
+            try:
+                answer = attend(
+                    self.implementation,
+                    lower,
+                    inputs(lower, self.device),
+                    backward=name in BACKWARD,
+                    observer=self._observer,
+                )
+                if all(judged.passed for judged in judging.judge(answer, lower, arithmetic, (name,))):
+                    return f"passes at {axis} {value / 2.0:g}, fails from {value:g}"
+            except (Refused, Fault):
+                return ""
+            value /= 2.0
+        return f"fails at every {axis} from {value:g} to {getattr(case, axis):g}"
+
+
+class Recorder:
+    """Adds records that are not judgements to a run: memory, traffic, curves, figures of compilers."""
+
+    def __init__(self, run: str, emit: Callable[[Record], None]) -> None:
+        self.run = run
+        self.add = emit
+
+
+@contextmanager
+def concluded(subject: Subject) -> Generator[None]:
+    """Runs a check, and makes pytest's outcome of what it found."""
+    try:
+        yield
+    except Exception as error:
+        subject.emit(subject.ended_by(error))  # the report does not show a check as passed that did not end
+        raise
+    if subject.failures:
+        pytest.fail(summary(subject), pytrace=False)
+    if not subject.judged and subject.refusals:
+        pytest.skip(f"refused: {subject.refusals[0]}")
+    if not subject.judged:
+        pytest.skip("nothing to judge: no case of this check is one for this implementation")
+
+
+def summary(subject: Subject, most: int = 3) -> str:
+    """The failures of a check in one text: the first few, and the number of the others."""
+    shown = [wording.failure_block(failure) for failure in subject.failures[:most]]
+    rest = len(subject.failures) - len(shown)
+    return "\n\n".join([*shown, f"and {wording.plural(rest, 'more failure')} of this check"] if rest else shown)

@@ -1,0 +1,31 @@
+"""`python -m tests.contract`: runs the compile gates, which ask compilers about every kernel, and writes what they say to reports/compilers.json.gz.
+
+In one process, since what other processes heard is in the user's cache folder. Where a gate fails or is skipped nothing is written.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashproof.tests.suite.kernels import said
+
+
+class Unheard:
+    """Counts the tests that did not pass, for whatever reason."""
+
+    count = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.count += not report.passed
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        self.count += len(items)
+
+
+said.heard, unheard = {}, Unheard()
+gates = [str(Path(__file__).with_name(name)) for name in ("test_compile.py", "test_cuda_compile.py")]
+status = pytest.main(["-n0", "-q", *gates], plugins=[unheard])
+if status or unheard.count:
+    sys.exit(f"{said.PLACE.name}: not written, since {unheard.count} tests did not pass")
+said.write(said.heard)

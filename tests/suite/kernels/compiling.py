@@ -1,0 +1,195 @@
+"""Compiles the Triton kernels for GPUs that are not there, and reads what the compiler says: registers, spilled bytes, shared memory.
+
+Nothing here knows a kernel. The public function of an implementation is called with tensors that have no data, forward and backward, and every launch that it
+would make is compiled instead: exactly the kernels, constants and tile sizes that are shipped. This happens in a process of its own, because Triton
+decides between compiler and interpreter when a kernel is defined: `python -m flashproof.tests.suite.kernels.compiling` reads jobs as JSON and answers with records.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import msgspec
+
+from flashproof.impls import catalogue
+from flashproof.impls.cuda.launching import cache_folder
+from flashproof.impls.spec import Dtype
+from flashproof.reports.record import Resources
+from flashproof.tests.suite.kernels import said
+
+if TYPE_CHECKING:
+    from flashproof.impls.triton.primitives import Launch
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Bytes of shared memory that one block may have, by target. CUDA C++ Programming Guide, technical specifications per compute capability.
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+
+
+@dataclass(frozen=True)
+class Job:
+    """The kernels of one implementation, forward and backward, for one target, dtype, head dim and mask."""
+
+    implementation: str  # a name of the catalogue
+    target: str  # "sm_90"
+    dtype: Dtype
+    dim: int
+    causal: bool
+    max_registers: int | None = None  # instead of what the compiler finds best; then the kernel is not as it is shipped
+
+
+def resources(jobs: Iterable[Job], run: str) -> list[Resources]:
+    """What every kernel of the jobs takes. Raises RuntimeError with the compiler's words where one does not compile.
+
+    Compiling takes minutes, so what was found is kept, in the repository (`said.py`) and in the user's cache folder, by job, sources and compiler.
+    """
+    keys = {job: _key(job) for job in jobs}
+    words = {job: kept for job, key in keys.items() if (kept := said.recall(key) or _cached(key)) is not None}
+    missing = [job for job in keys if job not in words]
+    for job, found in zip(missing, _compiled(missing), strict=True):
+        words[job] = msgspec.json.encode(found).decode()
+        unfinished = _place(keys[job]).with_suffix(f".{os.getpid()}")
+        unfinished.write_text(words[job])
+        unfinished.replace(_place(keys[job]))
+    for job, answer in words.items():
+        said.hold(keys[job], answer)
+    return [msgspec.structs.replace(record, run=run) for job in keys for record in msgspec.json.decode(words[job], type=list[Resources])]
+
+
+def _key(job: Job) -> str:
+    """A hash of all that the answer to a job depends on."""
+    sources = sorted([*(ROOT / "impls").glob("*.py"), *(ROOT / "impls" / "triton").glob("*.py"), Path(__file__)])
+    versions = metadata.version("triton"), metadata.version("torch").partition("+")[0]  # whatever GPU or none torch was built for
+    options = sorted((name, value) for name, value in os.environ.items() if name.startswith("TRITON_") and name not in {"TRITON_INTERPRET", "TRITON_CACHE_DIR"})
+    depends = job, versions, options, Resources.__struct_fields__, [(path.name, path.read_bytes()) for path in sources]
+    return hashlib.sha256(repr(depends).encode()).hexdigest()
+
+
+def _place(key: str) -> Path:
+    return cache_folder() / f"{key}.resources"
+
+
+def _cached(key: str) -> str | None:
+    """What is kept in the user's cache folder, or None where nothing is, or nothing that can be read."""
+    try:
+        words = _place(key).read_text()
+        msgspec.json.decode(words, type=list[Resources])
+    except (OSError, msgspec.DecodeError):
+        return None
+    return words
+
+
+def _compiled(jobs: list[Job]) -> list[list[Resources]]:
+    """Compiles the kernels of each job, in a process of its own."""
+    if not jobs:
+        return []
+    with tempfile.TemporaryDirectory() as cache:  # empty: of a kernel that is found in a cache the compiler says nothing
+        environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache, "TRITON_DUMP_PTXAS_LOG": "1"}
+        answer = subprocess.run(
+            [sys.executable, "-m", "flashproof.tests.suite.kernels.compiling"],
+            input=json.dumps([asdict(job) for job in jobs]),
+            env=environment,
+            cwd=ROOT,
+            text=True,
+            capture_output=True,
+            check=False,
+        )
+    if answer.returncode:
+        raise RuntimeError(f"compiling failed\n{answer.stderr}")
+    return msgspec.json.decode(answer.stdout, type=list[list[Resources]])
+
+
+# -------------------------------------------------------------------------------------------------------------- inside the process
+
+
+def main() -> None:
+    """Jobs from the standard input, records to the standard output."""
+    compiler = _Compiler()
+    records = [list(compiler.resources(Job(**job))) for job in json.load(sys.stdin)]
+    sys.stdout.buffer.write(msgspec.json.encode(records))
+
+
+class _Compiler:
+    def __init__(self) -> None:
+        self.logs: dict[str, str] = {}  # what ptxas said of each kernel: it is asked once, however many jobs share it
+
+    def resources(self, job: Job) -> Iterator[Resources]:
+        from triton.runtime import driver
+
+        driver.set_active(_AbsentGpu(int(job.target.removeprefix("sm_"))))
+        for shipped in _launches(job):
+            launch = replace(shipped, max_registers=job.max_registers or shipped.max_registers)
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                kernel = launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
+            log = self.logs.setdefault(kernel.hash, printed.getvalue())
+            yield Resources(
+                run="",
+                implementation=job.implementation,
+                kernel=kernel.metadata.name,
+                target=job.target,
+                dtype=job.dtype,
+                dim=job.dim,
+                causal=job.causal,
+                registers=max(_numbers(r"Used (\d+) registers", log)),
+                spilled_bytes=sum(_numbers(r"(\d+) bytes spill stores", log)),
+                shared_bytes=kernel.metadata.shared,
+                shipped=job.max_registers is None,
+            )
+
+
+def _launches(job: Job) -> "list[Launch]":
+    """What a forward and a backward would launch on the device of their tensors, were there one."""
+    import torch
+
+    from flashproof.impls.triton.primitives import Launch
+
+    implementation = catalogue.load(job.implementation)
+    launches: list[Launch] = []
+    query, key, value = (torch.empty((2, 4, 1024, job.dim), dtype=getattr(torch, job.dtype), device="meta", requires_grad=True) for _ in range(3))
+    block_mask = {"block_mask": torch.ones((1, 1, 8, 8), dtype=torch.bool, device="meta")} if implementation.supports.block_mask else {}
+    with mock.patch.object(Launch, "run", autospec=True, side_effect=launches.append):
+        out: Any = implementation.attention(query, key, value, is_causal=job.causal, **block_mask)
+        out.backward(torch.empty_like(out))
+    return launches
+
+
+def _numbers(pattern: str, log: str) -> list[int]:
+    found = [int(number) for number in re.findall(pattern, log)]
+    if not found:
+        raise RuntimeError(f"ptxas did not say {pattern!r}, but {log!r}")
+    return found
+
+
+class _AbsentGpu:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> object:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # Triton keeps compiled kernels by device
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+if __name__ == "__main__":
+    main()

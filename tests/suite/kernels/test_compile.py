@@ -1,0 +1,53 @@
+"""Every Triton kernel compiles for GPUs that are not there, at the tile sizes that are shipped; it spills no register up to head dim 128 and fits the chip.
+
+sm_90 is compiled with both masks and at every head dim. The other targets, and bfloat16, differ in the instructions of the matrix units: a few jobs tell.
+"""
+
+import pytest
+
+from flashproof.impls import catalogue
+from flashproof.reports.record import Resources
+from flashproof.subject import Recorder
+from flashproof.tests.suite.kernels.compiling import SHARED_LIMIT, Job, resources
+
+pytest.importorskip("triton", reason="Triton: not installed")
+
+
+def jobs(name: str) -> list[Job]:
+    """What is compiled of one implementation."""
+    return [
+        *(Job(name, "sm_90", "float16", dim, causal) for dim in (64, 128) for causal in (False, True)),
+        *(Job(name, "sm_90", "float32", 128, causal) for causal in (False, True)),
+        Job(name, "sm_90", "float32", 64, causal=True),
+        Job(name, "sm_90", "float16", 256, causal=True),
+        *(Job(name, target, "bfloat16", 128, causal=True) for target in SHARED_LIMIT),
+        *(Job(name, target, "bfloat16", 64, causal=True) for target in ("sm_80", "sm_100")),
+        *(Job(name, target, "float32", 128, causal=True) for target in ("sm_80", "sm_100")),
+    ]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", catalogue.names(["triton.*"]))
+def test_kernels_compile_spill_nothing_and_fit(name: str, recorder: Recorder) -> None:
+    wanted = jobs(name)
+    found = resources(wanted, recorder.run)
+    for record in found:
+        recorder.add(record)
+    for job in wanted:
+        kernels = [r for r in found if (r.target, r.dtype, r.dim, r.causal) == (job.target, job.dtype, job.dim, job.causal)]
+        assert len(kernels) >= 2, f"{job}: a forward and a backward need two kernels at least, found {[r.kernel for r in kernels]}"
+    assert not [_line(r) for r in found if r.spilled_bytes and r.dim <= 128]
+    assert not [_line(r) for r in found if r.shared_bytes > SHARED_LIMIT[r.target]]
+
+
+def test_a_kernel_held_to_64_registers_is_seen_to_spill() -> None:
+    """The gate above can fail."""
+    found = resources([Job("triton.fa1", "sm_90", "float16", 64, causal=True, max_registers=64)], run="")
+    assert all(r.registers <= 64 and r.spilled_bytes > 0 and not r.shipped for r in found)
+    assert len(found) == 2
+
+
+def _line(r: Resources) -> str:
+    mask = "causal" if r.causal else "full"
+    job = f"{r.implementation} {r.kernel} {r.target} {r.dtype} dim {r.dim} {mask}"
+    return f"{job}: {r.registers} registers, {r.spilled_bytes} bytes spilled, {r.shared_bytes} bytes shared"

@@ -1,0 +1,196 @@
+"""Every CUDA kernel compiles for GPUs that are not there, at the tile sizes that are shipped; up to head dim 128 it spills no register; and it fits the chip.
+
+Nothing here knows a kernel: the public function of an implementation is called, forward and backward, and every launch that it would make on a GPU is
+compiled instead, by NVRTC, which needs no GPU. A GPU of capability 9.0 is given code for sm_90, and what is compiled here is sm_90a: the same code, as no
+kernel asks for what "a" adds (wgmma, the copies of whole tiles). That is a test too.
+
+A call makes other code of its kernels where it asks for dropout, for rows that are not vectors, or for another sign of the scale. All of that, times the mask,
+the dtypes, the head dims and the targets, would take an hour. What is compiled is chosen by what fills registers:
+
+- Plain calls, whose speed was measured: everything.
+- Dropout, strided rows, and both: for the chip they are measured on, and for the others both together, which is the most code. With a causal mask, which has
+  more to compare; with a negative scale, which has a sign to turn, and none of the zeros that a scale of 0 lets the compiler leave out; in float16 and float32,
+  since bfloat16 fills the registers that float16 does.
+
+So it is a sample of them. What the assembler says is kept by all that it depends on, sources and compiler included (`said.py`).
+"""
+
+import hashlib
+import inspect
+import re
+from dataclasses import dataclass
+from typing import Any, get_args
+from unittest import mock
+
+import pytest
+import torch
+
+from flashproof.impls import catalogue
+from flashproof.impls.cuda import launching
+from flashproof.impls.cuda.launching import Launch
+from flashproof.impls.spec import Dtype
+from flashproof.reports.record import Resources
+from flashproof.subject import Recorder
+from flashproof.tests.suite.kernels import said
+from flashproof.tests.suite.kernels.compiling import SHARED_LIMIT
+
+TARGETS = {"sm_80": "sm_80", "sm_90a": "sm_90", "sm_100": "sm_100"}  # what is compiled for, and the chip whose memory it must fit
+NAMES = catalogue.names(["cuda.*"])
+MEASURED = "sm_90a"  # the chip whose speed the README reports
+
+
+@pytest.fixture(autouse=True)
+def nvrtc() -> None:
+    """The compiler, or a skip with its reason."""
+    if reason := launching.no_nvrtc():
+        pytest.skip(reason)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a call may ask for that makes other code of its kernels, beside the mask: a negative scale, dropout, rows that are no vectors."""
+
+    scale: float | None = None
+    dropout_p: float = 0.0
+    strided: bool = False
+
+
+PLAIN = Variant()
+DROPOUT, STRIDED, BOTH = Variant(-1.0, 0.5), Variant(-1.0, strided=True), Variant(-1.0, 0.5, True)
+
+
+def launches(name: str, dtype: Dtype, dim: int, causal: bool, variant: Variant = PLAIN) -> list[Launch]:
+    """What a forward and a backward would launch on a GPU. Nothing is computed."""
+    implementation = catalogue.load(name)
+    found: list[Launch] = []
+    row = dim + 1 if variant.strided else dim  # rows one element apart begin at no multiple of 16 bytes
+    query, key, value = (torch.zeros((1, 4, 256, row), dtype=getattr(torch, dtype), requires_grad=True)[..., :dim] for _ in range(3))
+    block_mask = {"block_mask": torch.ones((1, 1, 2, 2), dtype=torch.bool)} if implementation.supports.block_mask else {}
+    with mock.patch.object(Launch, "run", autospec=True, side_effect=found.append), mock.patch.object(launching, "on_twin", return_value=False):
+        out: Any = implementation.attention(query, key, value, is_causal=causal, scale=variant.scale, dropout_p=variant.dropout_p, **block_mask)
+        out.backward(torch.zeros_like(out))
+    return found
+
+
+def compiled(run: str, launch: Launch, name: str, target: str, dtype: Dtype, dim: int, causal: bool, **others: int) -> Resources:
+    """What a launch's kernel takes of a chip; with other constants it is not as it is shipped."""
+    registers, spilled_bytes = taken(launch, target, **others)
+    return Resources(
+        run=run,
+        implementation=name,
+        kernel=launch.kernel,
+        target=target,
+        dtype=dtype,
+        dim=dim,
+        causal=causal,
+        registers=registers,
+        spilled_bytes=spilled_bytes,
+        shared_bytes=launch.shared_bytes,
+        shipped=not others,
+    )
+
+
+def taken(launch: Launch, target: str, **others: int) -> tuple[int, int]:
+    """Registers of a thread, and bytes that it spills, as they are kept or as the assembler says.
+
+    An array that registers cannot hold, since it is indexed by a variable, shows as a stack frame and not as a spill. It is as slow, and counts as one.
+    """
+    code = launch.source, launch.kernel, tuple({**launch.constants, **others}.items()), target
+    how = "".join(inspect.getsource(function) for function in (launching.compile_cubin, taken, _numbers))  # how it is asked, and what is made of the answer
+    key = hashlib.sha256((launching.identity(*code) + how).encode()).hexdigest()
+    answer = said.recall(key)
+    if answer is None:
+        log = launching.said_of(*code)
+        registers = max(_numbers(r"Used (\d+) registers", log))
+        spilled_bytes = max(sum(_numbers(r"(\d+) bytes spill stores", log)), sum(_numbers(r"(\d+) bytes stack frame", log)))
+        answer = f"{registers} {spilled_bytes}"
+        said.hold(key, answer)
+    registers, spilled_bytes = map(int, answer.split())
+    return registers, spilled_bytes
+
+
+def _numbers(pattern: str, log: str) -> list[int]:
+    found = [int(number) for number in re.findall(pattern, log)]
+    assert found, f"the assembler did not say {pattern!r}, but {log!r}"
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", get_args(Dtype))
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_compile_spill_nothing_and_fit(name: str, dtype: Dtype, target: str, recorder: Recorder) -> None:
+    """Every kernel, head dim and mask."""
+    found = []
+    for dim in (64, 128, 256):
+        for causal in (False, True):
+            wanted = launches(name, dtype, dim, causal)
+            assert len(wanted) >= 2, f"a forward and a backward need two kernels at least, found {[x.kernel for x in wanted]}"
+            found += [compiled(recorder.run, launch, name, target, dtype, dim, causal) for launch in wanted]
+    for resources in found:
+        recorder.add(resources)
+    assert not [_line(r) for r in found if r.spilled_bytes and r.dim <= 128]
+    assert not [_line(r) for r in found if r.shared_bytes > SHARED_LIMIT[TARGETS[target]]]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_of_other_calls_spill_nothing_and_fit(name: str, dtype: Dtype, target: str) -> None:
+    """Dropout, strided rows and both, up to head dim 128. They are not recorded: the report's registers are those of a plain call."""
+    found = []
+    for variant in (DROPOUT, STRIDED, BOTH) if target == MEASURED else (BOTH,):
+        for dim in (64, 128):
+            for launch in launches(name, dtype, dim, True, variant):
+                resources = compiled("", launch, name, target, dtype, dim, True)
+                if resources.spilled_bytes or resources.shared_bytes > SHARED_LIMIT[TARGETS[target]]:
+                    found.append(f"{variant}: {_line(resources)}")
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("variant", "constants"),
+    [
+        (PLAIN, {"SIGN": 1, "DROPOUT": 0, "VECTOR": 1}),
+        (DROPOUT, {"SIGN": -1, "DROPOUT": 1, "VECTOR": 1}),
+        (STRIDED, {"SIGN": -1, "DROPOUT": 0, "VECTOR": 0}),
+        (BOTH, {"SIGN": -1, "DROPOUT": 1, "VECTOR": 0}),
+    ],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_makes_the_code_that_it_is_to_make(name: str, variant: Variant, constants: dict[str, int]) -> None:
+    """The gates above compile what they say."""
+    for launch in launches(name, "float16", 64, True, variant):
+        if launch.kernel != "delta":
+            assert constants.items() <= launch.constants.items()
+
+
+def test_code_for_the_architecture_is_the_code_that_runs() -> None:
+    """sm_90a, which is compiled here, gives what sm_90 gives, which a GPU is given."""
+    for launch in launches(NAMES[0], "float16", 64, True):
+        gated, run = (launching.said_of(launch.source, launch.kernel, tuple(launch.constants.items()), target) for target in ("sm_90a", "sm_90"))
+        for pattern in (r"Used (\d+) registers", r"(\d+) bytes stack frame", r"(\d+) bytes spill stores"):
+            assert _numbers(pattern, gated) == _numbers(pattern, run)
+
+
+def test_a_kernel_held_to_64_registers_is_seen_to_spill() -> None:
+    """The gate above can fail."""
+    launch = launches(NAMES[0], "float16", 64, True)[0]
+    eight_blocks = 8 * 4 // launch.warps  # of 4 warps, on a multiprocessor with 65536 registers
+    found = compiled("", launch, NAMES[0], "sm_90a", "float16", 64, True, BLOCKS=eight_blocks)
+    assert found.registers <= 64
+    assert found.spilled_bytes > 0
+
+
+def test_a_fault_in_a_kernel_names_it() -> None:
+    """A kernel that does not compile is reported with its name, target and constants, and with the compiler's words."""
+    launch = launches(NAMES[0], "float16", 64, True)[0]
+    with pytest.raises(launching.CudaError, match=rf"(?s)NVRTC: {launch.source} {launch.kernel} .*sm_90a .*DIM=64.*nonsense"):
+        launching.compile_cubin(launch.source, launch.kernel, {**launch.constants, "Element": "nonsense"}, "sm_90a")
+
+
+def _line(r: Resources) -> str:
+    mask = "causal" if r.causal else "full"
+    job = f"{r.implementation} {r.kernel} {r.target} {r.dtype} dim {r.dim} {mask}"
+    return f"{job}: {r.registers} registers, {r.spilled_bytes} bytes spilled, {r.shared_bytes} bytes shared"

@@ -1,0 +1,84 @@
+"""Numbers that no bound speaks of, of the project's own implementations: a NaN is passed on, never turned into a number, and scores beyond float32 are -inf."""
+
+import math
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashproof.impls import catalogue
+from flashproof.impls.spec import Device
+from flashproof.tests.suite.command_line.test_catalogue import loaded
+
+OWN = catalogue.names(["tiled.*", "triton.*", "cuda.*"])
+DEVICES = [pytest.param(device, marks=pytest.mark.gpu if device == "cuda" else ()) for device in get_args(Device)]
+TENSORS = ("out", "lse", "dq", "dk", "dv")
+
+
+def attended(name: str, device: Device, inputs: dict[str, Tensor], **keywords: Any) -> dict[str, Tensor]:
+    """What an implementation makes of query, key, value and dout, all [1, heads, length, dim]."""
+    implementation = loaded(name)
+    if reason := implementation.missing(device) or ("CUDA: no device" if device == "cuda" and not torch.cuda.is_available() else None):
+        pytest.skip(reason)
+    leaves = [inputs[tensor].to(device).clone().requires_grad_() for tensor in ("query", "key", "value")]
+    attention: Any = implementation.attention
+    out, lse = attention(*leaves, return_lse=True, **keywords)
+    gradients = torch.autograd.grad(out, leaves, inputs["dout"].to(device))
+    return {tensor: x.detach().cpu() for tensor, x in zip(TENSORS, (out, lse, *gradients), strict=True)}
+
+
+def textbook(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same in float64, with whole matrices."""
+    query, key, value = (inputs[tensor].double().requires_grad_() for tensor in ("query", "key", "value"))
+    scores = query @ key.mT / math.sqrt(query.shape[-1])
+    out = torch.softmax(scores, dim=-1) @ value
+    gradients = torch.autograd.grad(out, (query, key, value), inputs["dout"].double())
+    return {tensor: x.detach() for tensor, x in zip(TENSORS, (out, scores.logsumexp(-1), *gradients), strict=True)}
+
+
+def random(queries: int, keys: int) -> dict[str, Tensor]:
+    """Several tiles, in float32."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = {"query": queries, "key": keys, "value": keys, "dout": queries}
+    return {name: torch.randn(1, 2, length, 16, generator=generator) for name, length in lengths.items()}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("where", ["query", "key", "value", "dout"])
+@pytest.mark.parametrize("name", OWN)
+def test_nan_is_passed_on(name: str, where: str, device: Device) -> None:
+    """One NaN in one head is one wherever it enters, there and nowhere else, and the rest is what it was without it."""
+    inputs = random(queries=70, keys=150)
+    without = attended(name, device, inputs)
+    inputs[where][0, 1, 3, 5] = math.nan
+    found, expected = attended(name, device, inputs), textbook(inputs)
+    for tensor, values in found.items():
+        assert torch.equal(values.isnan(), expected[tensor].isnan()), tensor
+        assert torch.equal(values[~values.isnan()], without[tensor][~values.isnan()]), tensor
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", OWN)
+def test_nan_is_not_dropped(name: str, device: Device) -> None:
+    """Dropout may drop the weight that is NaN; the sum that divides the others has seen it."""
+    inputs = random(queries=40, keys=40)
+    inputs["key"][0, 1, 3, 5] = math.nan
+    found = attended(name, device, inputs, dropout_p=0.5, dropout_seed=1)
+    assert found["out"][0, 1].isnan().all()
+    assert found["lse"][0, 1].isnan().all()
+    assert not found["out"][0, 0].isnan().any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", OWN)
+def test_scores_below_float32(name: str, device: Device) -> None:
+    """Keys whose scores leave float32 downwards weigh 0, whole tiles of them too: the mean of the other values is left, which are equal."""
+    inputs = random(queries=70, keys=300)
+    inputs["query"] = inputs["query"].abs() + 1e19
+    inputs["key"][..., :270, :], inputs["key"][..., 270:, :] = -1e20, 0.0
+    inputs["value"][..., 270:, :] = 1.0
+    found = attended(name, device, inputs)
+    assert (found["out"] == 1.0).all()
+    assert (found["dv"][..., :270, :] == 0.0).all()
+    assert found["dv"].isfinite().all()

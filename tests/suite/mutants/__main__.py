@@ -1,0 +1,186 @@
+"""`python -m flashproof.tests.suite.mutants`: every mutant and every right kernel by every check, and by the rules in use elsewhere. Writes records, and the page of them.
+
+    python -m flashproof.tests.suite.mutants [NAME ...] [-o RECORDS] [-j PROCESSES]
+
+Status 0 when every mutant was rejected in each dtype that it names, and nothing right was; 1 otherwise.
+"""
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from threadpoolctl import threadpool_limits
+
+import flashproof.impls.triton  # noqa: F401, interpreted, where there is no GPU: it is decided before Triton is imported
+from flashproof import registry
+from flashproof.cases import Case
+from flashproof.environment import environment, run_name
+from flashproof.impls import catalogue
+from flashproof.impls.spec import DTYPES, Dtype, Implementation
+from flashproof.reports.pages import write_site
+from flashproof.reports.record import Judge, Record, Specimen, Trial, append
+from flashproof.settings import Settings
+from flashproof.tests.suite.mutants import mutant, rules, trial, variants
+
+KERNELS = ("tiled.fa1", "tiled.fa2", "tiled.block_sparse", "sdpa.math")  # right, and not ours alone: torch's SDPA on a CPU
+# Of a kernel that Triton's interpreter or the CPU twin runs, a pass over all checks takes up to a minute: it is tried in one dtype, on at most so many cases
+# of each check, and by the rules on their own inputs alone. Memory is measured at two lengths.
+SLOW = ("triton.", "cuda.")
+SLOW_CASES = 6
+MEMORY_CASES = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """One specimen in one dtype."""
+
+    specimen: Specimen
+    dtype: Dtype
+    patched: mutant.Mutant | None = None
+
+    def implementation(self) -> Implementation:
+        """What is tried."""
+        if self.patched:
+            return mutant.build(self.patched)
+        if self.specimen.kind == "variant":
+            return next(variant.implementation for variant in variants.every() if variant.name == self.specimen.name)
+        return catalogue.load(self.specimen.name)
+
+
+def jobs(run: str, names: Sequence[str]) -> list[Job]:
+    """All that is to be tried, those together that share exact results. Raises ValueError for a name that no specimen's holds."""
+    found = []
+    for one in mutant.every():
+        patch = "\n".join(f"{patch.file or mutant.source_of(one.of)}\n- {_indented(patch.old, '- ')}\n+ {_indented(patch.new, '+ ')}" for patch in one.patches)
+        about = {"fault": one.fault, "origin": one.origin, "says": one.says, "of": one.of, "check": one.check, "survives": one.survives}
+        specimen = Specimen(run=run, name=one.name, kind="mutant", patch=patch, **about)
+        dtypes = one.dtypes[:1] if _is_slow(one.of) else one.dtypes
+        found += [Job(specimen, dtype, one) for dtype in dtypes]
+    for variant in variants.every():
+        found += [Job(Specimen(run=run, name=variant.name, kind="variant", says=variant.says), dtype) for dtype in DTYPES]
+    for name in KERNELS:
+        found += [Job(Specimen(run=run, name=name, kind="kernel", says=catalogue.load(name).summary), dtype) for dtype in DTYPES]
+    for name in names:
+        if not any(name in job.specimen.name for job in found):
+            raise ValueError(f"{name}: no specimen has this in its name{catalogue.close(name, {job.specimen.name for job in found})}")
+    chosen = [job for job in found if not names or any(name in job.specimen.name for name in names)]
+    return sorted(chosen, key=lambda job: (DTYPES.index(job.dtype), job.specimen.of or job.specimen.kind, job.specimen.name))
+
+
+def _is_slow(name: str) -> bool:
+    return name.startswith(SLOW)
+
+
+def _cases(check: registry.Check, job: Job, implementation: Implementation) -> list[Case]:
+    """The cases of a check that a specimen is tried on: all, but where that would take too long; never without the mutant's own."""
+    cases = check.cases(implementation, job.dtype)
+    most = MEMORY_CASES if check.name.startswith("memory/") else SLOW_CASES if _is_slow(job.specimen.of) else len(cases)
+    own = Case.parse(f"{job.patched.case} {job.dtype}") if job.patched and job.patched.case else None
+    return [case for number, case in enumerate(cases) if number < most or case == own]
+
+
+def _indented(text: str, sign: str) -> str:
+    return text.strip("\n").replace("\n", f"\n{sign}")
+
+
+def judges(run: str) -> list[Judge]:
+    """The checks in their order, then the rules."""
+    of_suite = [Judge(run=run, name=check.name, kind="check", says=(check.function.__doc__ or "").partition("\n")[0]) for check in registry.checks().values()]
+    of_others = [
+        Judge(run=run, name=rule.name, kind="rule", inputs=inputs, says=rule.says, source=rule.source) for inputs in ("theirs", "ours") for rule in rules.RULES
+    ]
+    return of_suite + of_others
+
+
+def tried(job: Job) -> list[Trial]:
+    """What every judge says of a specimen. Its fault may be one of the process: it is loaded anew for each."""
+    specimen, dtype = job.specimen, job.dtype
+    found = []
+    for check in registry.checks().values():
+        implementation = job.implementation()
+        outcome = trial.ask(check, implementation, dtype, _cases(check, job, implementation))
+        if outcome.verdict != "not claimed":
+            rejected = outcome.verdict == "rejected"
+            found.append(
+                Trial(run=specimen.run, specimen=specimen.name, judge=check.name, dtype=dtype, rejected=rejected, case=outcome.case, said=outcome.said)
+            )
+    ours = [] if _is_slow(specimen.of) else registry.checks()["accuracy/forward"].cases(job.implementation(), dtype)
+    for inputs, cases in (("theirs", rules.their_inputs(dtype, "cpu")), ("ours", ours)):
+        if not cases:
+            continue
+        rejections = rules.ask(job.implementation(), cases)
+        for rule in rules.RULES:
+            case, said = rejections.get(rule.name, ("", ""))
+            about = {"run": specimen.run, "specimen": specimen.name, "judge": rule.name, "inputs": inputs, "dtype": dtype}
+            found.append(Trial(**about, rejected=rule.name in rejections, case=str(case), said=said))  # type: ignore[arg-type]
+    return found
+
+
+def all_tried(work: list[Job], processes: int) -> Iterator[tuple[Job, list[Trial]]]:
+    """In this process, or in several."""
+    torch.set_num_threads(1)
+    threadpool_limits(1, user_api="blas")
+    if processes == 1:
+        for job in work:
+            yield job, tried(job)
+        return
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        yield from zip(work, pool.imap(tried, work, chunksize=8), strict=True)
+
+
+def wrong(job: Job, trials: list[Trial]) -> str | None:
+    """What the suite got wrong about a specimen, in words."""
+    rejections = {one.judge: one for one in trials if one.rejected and one.judge in registry.checks()}
+    if job.specimen.kind != "mutant":
+        return "; ".join(f"false alarm of {name}: {one.case}: {one.said}" for name, one in rejections.items()) or None
+    if job.specimen.survives:
+        return f"no longer survives: {', '.join(rejections)}" if rejections else None
+    if not rejections:
+        return "survives"
+    return None if job.specimen.check in rejections else f"not rejected by {job.specimen.check}, but by {', '.join(rejections)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs, writes and says where."""
+    parser = argparse.ArgumentParser(prog="python -m flashproof.tests.suite.mutants", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only specimens whose name holds this")
+    parser.add_argument("-o", "--output", type=Path, metavar="RECORDS", help="where the records go, instead of a file of its own in reports/runs")
+    parser.add_argument("-j", "--processes", type=int, default=1, metavar="PROCESSES", help="1 unless given")
+    options = parser.parse_args(arguments)
+    run = run_name()
+    try:
+        work = jobs(run, options.names)
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
+    for name in sorted({job.patched.of for job in work if job.patched}):
+        if reason := catalogue.load(name).missing("cpu"):
+            parser.exit(2, f"{name}: {reason}; without it the mutants of {name} cannot be tried\n")
+    settings = Settings.of(mutant.ROOT)
+    path = options.output or settings.records / f"{run}.jsonl"
+    started, faults = time.monotonic(), 0
+    command = " ".join(["python -m flashproof.tests.suite.mutants", *(sys.argv[1:] if arguments is None else arguments)])
+    records: list[Record] = [environment(run, whole=False, command=command), *judges(run)]
+    for record in records:
+        append(path, record)
+    told: set[str] = set()
+    for job, trials in all_tried(work, options.processes):
+        if job.specimen.name not in told:
+            append(path, job.specimen)
+            told.add(job.specimen.name)
+        for one in trials:
+            append(path, one)
+        if words := wrong(job, trials):
+            faults += 1
+            print(f"{job.specimen.name}, {job.dtype}: {words}", flush=True)
+    print(f"{len(told)} specimens in {time.monotonic() - started:.0f} s, {faults} of which the suite is wrong")
+    print(f"records: {path}\nreport:  {write_site([path], settings.report)}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

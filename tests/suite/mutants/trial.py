@@ -1,0 +1,83 @@
+"""Trials: a check of the suite, run on an implementation in this process and stopped at its first failure."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest import mock
+
+import hypothesis
+
+from flashproof import search
+from flashproof.cases import Case
+from flashproof.impls.spec import Dtype, Implementation
+from flashproof.registry import Check
+from flashproof.reports.evidence import size, worst_rho
+from flashproof.reports.record import Judgement, Record
+from flashproof.reports.wording import bias_line, number, rho
+from flashproof.subject import Subject
+
+Verdict = Literal["accepted", "rejected", "not claimed"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a judge said of an implementation: its verdict and, where it rejected, on which case and why."""
+
+    verdict: Verdict
+    case: str = ""
+    said: str = ""
+
+
+class Rejected(Exception):
+    """The first failure of a trial."""
+
+    def __init__(self, judgement: Judgement) -> None:
+        super().__init__(judgement.message)
+        self.outcome = Outcome("rejected", judgement.case, _reason(judgement))
+
+
+def _reason(judgement: Judgement) -> str:
+    """A failure in one line."""
+    worst = worst_rho(judgement)
+    if size(worst) > 1.0:
+        return f"{judgement.tensor} rho {rho(worst)}"
+    if judgement.bias is not None and judgement.tensor:
+        rms = f", rms {number(judgement.rms)}" if judgement.rms is not None else ""
+        return f"{judgement.tensor} {bias_line(judgement)}{rms}"
+    return judgement.message.partition("\n")[0]
+
+
+def _stop_at_failure(record: Record) -> None:
+    """What a trial's records go to."""
+    if isinstance(record, Judgement) and record.status == "failed":
+        raise Rejected(record)
+
+
+class _Unrecorded:
+    """Stands in for the recorder of checks that measure."""
+
+    run = ""
+
+    def add(self, record: Record) -> None:
+        """Forgets it."""
+
+
+SEARCH = (hypothesis.Phase.generate, hypothesis.Phase.target)  # the cases of the suite's search, without looking for the smallest one that fails
+
+
+def ask(check: Check, implementation: Implementation, dtype: Dtype, cases: Sequence[Case] | None = None) -> Outcome:
+    """Runs one check on one implementation, over the check's grid or over some cases of it, up to the first failure."""
+    chosen = check.cases(implementation, dtype) if cases is None else list(cases)
+    if not chosen:
+        return Outcome("not claimed")
+    about: dict[str, Any] = {"implementation": implementation, "dtype": dtype, "device": "cpu", "check": check.name, "cases": chosen, "run": ""}
+    subject = Subject(**about, emit=_stop_at_failure, explains=False)
+    needed = inspect.signature(check.function).parameters
+    arguments = {"subject": subject} | ({"recorder": _Unrecorded()} if "recorder" in needed else {})
+    try:
+        with mock.patch.object(search, "PHASES", SEARCH):
+            check.function(**arguments)
+    except Rejected as rejection:
+        return rejection.outcome
+    return Outcome("accepted" if subject.judged else "not claimed")

@@ -1,0 +1,184 @@
+"""The bound of a claim, held against arithmetic that does what is claimed, and arithmetic that does a little less."""
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashproof.impls.spec import Arithmetic
+from flashproof.oracles import ball, bounds, naive, verdict
+from flashproof.oracles.bounds import Claim
+from flashproof.oracles.problem import Problem
+from flashproof.tests.suite.oracles.features import TENSORS, problem_of
+
+LINES = [
+    "b1 h2 q100 k140 d64 causal-br",
+    "b1 h4/2 q60 k60 d32 causal dropout0.2",
+    "b1 h1 q128 k128 d64 outliers",
+    "b1 h1 q70 k70 d128 positive causal",
+    "b1 h1 q80 k80 d16 spike x30",
+    "b1 h1 q100 k100 d40 shift-100",
+    "b1 h1 q100 k100 d40 ties scale-0.3",
+    "b1 h1 q60 k60 d64 x16",
+]
+
+
+@dataclass(frozen=True)
+class Roundings:
+    """What an emulated kernel rounds, beyond sums in float32."""
+
+    operands: int = 24  # significant bits kept of query, key, value and dout before a product
+    weights: torch.dtype = torch.float32  # of P and dS before a product
+    result: torch.dtype = torch.float32
+
+
+def kept(tensor: Tensor, bits: int) -> Tensor:
+    """The leading bits of a float32, rounded to nearest."""
+    mantissa, exponent = torch.frexp(tensor)
+    return torch.ldexp(torch.round(mantissa * 2.0**bits), exponent - bits)
+
+
+def emulated(problem: Problem, rounding: Roundings) -> dict[str, Tensor]:
+    """Textbook attention in float32 with these roundings, one head at a time."""
+    groups = problem.groups
+    shapes = problem.query.shape, problem.query.shape[:3], problem.query.shape, problem.key.shape, problem.key.shape
+    answer = {name: torch.zeros(shape) for name, shape in zip(TENSORS, shapes, strict=True)}
+    rows = torch.arange(problem.query.shape[2])
+    for batch, head in naive.heads_of(problem):
+        query, key, value, dout = (kept(tensor.float(), rounding.operands) for tensor in naive.head_tensors(problem, batch, head))
+        visible = problem.mask.visible(batch, head, rows)
+        gain = problem.dropout.kept(batch, head, rows, len(key)).float() / (1.0 - problem.dropout.p)
+        scores = (problem.scale * (query @ key.T)).masked_fill(~visible, -math.inf)
+        maximum = scores.amax(dim=1, keepdim=True)
+        maximum = torch.where(maximum.isfinite(), maximum, 0.0)  # a row that sees no key
+        exponentials = torch.exp(scores - maximum)
+        total = exponentials.sum(dim=1, keepdim=True)
+        out = ((exponentials * gain).to(rounding.weights).float() @ value / total).nan_to_num()
+        lse = (maximum + total.log()).squeeze(1)
+        weights = torch.exp(scores - lse[:, None]).nan_to_num()
+        delta = (dout * out).sum(dim=1, keepdim=True)
+        dscores = (weights * (gain * (dout @ value.T) - delta)).to(rounding.weights).float()
+        answer["out"][batch, head], answer["lse"][batch, head] = out, lse
+        answer["dq"][batch, head] = problem.scale * (dscores @ key)
+        answer["dk"][batch, head // groups] += problem.scale * (dscores.T @ query)
+        answer["dv"][batch, head // groups] += (weights * gain).to(rounding.weights).float().T @ dout
+    return {name: tensor if name == "lse" else tensor.to(rounding.result) for name, tensor in answer.items()}
+
+
+def rhos(line: str, rounding: Roundings, arithmetic: Arithmetic) -> dict[str, float]:
+    """The largest error over bound of each tensor of an emulated kernel."""
+    problem = problem_of(line)
+    enclosure, bound = ball.attention(problem), bounds.bounds(problem, Claim(arithmetic))
+    answer = emulated(problem, rounding)
+    return {name: verdict.rho(answer[name], getattr(enclosure, name).mid, getattr(bound, name), getattr(enclosure, name).radius).value for name in TENSORS}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_float32_is_inside_its_bound(line: str) -> None:
+    assert max(rhos(line, Roundings(), Arithmetic()).values()) <= 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("line", LINES)
+def test_sixteen_bit_is_inside_its_bound(line: str, dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    assert max(rhos(f"{line} {name}", Roundings(weights=dtype, result=dtype), Arithmetic()).values()) <= 1.0
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_operands_of_eleven_bits_are_inside_the_bound_of_tf32_alone(line: str) -> None:
+    tf32 = Roundings(operands=11)
+    assert max(rhos(line, tf32, Arithmetic(products="tf32")).values()) <= 1.0
+    assert max(rhos(line, tf32, Arithmetic(products="3xtf32")).values()) > 1.0
+    assert max(rhos(line, tf32, Arithmetic()).values()) > 1.0
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_weights_in_sixteen_bit_are_outside_the_bound_of_float32(line: str) -> None:
+    assert max(rhos(line, Roundings(weights=torch.bfloat16), Arithmetic()).values()) > 1.0
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_result_in_bfloat16_is_outside_the_bound_of_float16(line: str) -> None:
+    assert max(rhos(f"{line} float16", Roundings(weights=torch.float16, result=torch.bfloat16), Arithmetic()).values()) > 1.0
+
+
+@pytest.mark.parametrize("line", ["b1 h1 q31 k17 d16 bfloat16", "b1 h1 q40 k40 d16 float16", "b1 h1 q40 k40 d16 bfloat16 seed1"])
+def test_a_delta_from_the_rounded_output_is_no_lean(line: str) -> None:
+    """Its error is shared by all keys of a row; a kernel that rounds nothing else is more accurate than is claimed, and must not lean."""
+    problem = problem_of(line)
+    dtype = problem.query.dtype
+    evaluation = bounds.evaluate(problem, [bounds.without_casts(Claim(Arithmetic()))])
+    wrong = naive.empty_answer(problem)
+    for rows in naive.row_blocks(problem):
+        delta = (rows.dout * rows.out.to(dtype).double()).sum(dim=1, keepdim=True)
+        wrong.dk[rows.batch, rows.head] += rows.scale * ((rows.weights * (rows.dweights - delta)).T @ rows.query)
+    bias = verdict.bias(wrong.dk.to(dtype), evaluation.answer.dk, evaluation.bounds[0].dk, [cast.dk for cast in evaluation.casts])
+    assert bias is not None
+    assert not bias.leans
+
+
+LOOSER = {
+    "tensor cores truncate": (Arithmetic(), Arithmetic(accumulate="tensor_core")),
+    "float64 is finer": (Arithmetic(accumulate="float64"), Arithmetic()),
+    "casts of the weights": (Arithmetic(weights="float32"), Arithmetic(weights="input")),
+    "three products": (Arithmetic(), Arithmetic(products="3xtf32")),
+    "one product": (Arithmetic(products="3xtf32"), Arithmetic(products="tf32")),
+    "gradients in 16 bit": (Arithmetic(), Arithmetic(gradients="input")),
+    "smaller query tiles for them": (Arithmetic(gradients="input", query_tile=64), Arithmetic(gradients="input", query_tile=32)),
+    "a worse exponential": (Arithmetic(exp_ulps=1.0), Arithmetic(exp_ulps=4.0)),
+    "weights divided by an LSE": (Arithmetic(), Arithmetic(normaliser="lse")),
+    "tiles unknown": (Arithmetic(key_tile=64), Arithmetic()),
+}
+
+
+@pytest.mark.parametrize("claim", LOOSER)
+def test_a_weaker_claim_has_a_larger_bound(claim: str) -> None:
+    finer, looser = LOOSER[claim]
+    problem = problem_of("b1 h2 q100 k140 d64 causal-br bfloat16")
+    small, large = bounds.bounds(problem, Claim(finer)), bounds.bounds(problem, Claim(looser))
+    assert all((getattr(small, name) <= getattr(large, name)).all() for name in TENSORS)
+    assert any((getattr(small, name) < getattr(large, name)).any() for name in TENSORS)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_probabilistic_form_is_the_tighter_one_on_long_sums(line: str) -> None:
+    problem = problem_of(line)
+    probable, certain = bounds.bounds(problem, Claim(Arithmetic(), "statistical")), bounds.bounds(problem, Claim(Arithmetic()))
+    assert (probable.dv.sum() / certain.dv.sum()).item() < 1.0
+    assert (probable.dv > 0.0).all()
+
+
+def test_a_row_that_sees_no_key_has_no_error() -> None:
+    problem = problem_of("b1 h2 q20 k8 d16 causal-br")
+    bound = bounds.bounds(problem, Claim(Arithmetic()))
+    for name in ("out", "lse", "dq"):
+        rows = getattr(bound, name)[:, :, :12]
+        assert torch.equal(rows, torch.zeros_like(rows)), name
+        assert (getattr(bound, name)[:, :, 12:] > 0.0).all(), name
+
+
+def test_bounds_do_not_depend_on_the_blocks_of_rows() -> None:
+    problem = problem_of("b1 h2 q60 k50 d16 causal dropout0.2")
+    whole = bounds.evaluate(problem, [Claim(Arithmetic())]).bounds[0]
+    blocked = bounds.evaluate(problem, [Claim(Arithmetic())], block_scores=500).bounds[0]
+    own = bounds.bounds(problem, bounds.FLOAT64)  # a bound is computed in float64 too
+    for name in TENSORS:
+        assert ((getattr(whole, name) - getattr(blocked, name)).abs() <= getattr(own, name)).all(), name
+
+
+def test_every_bound_is_finite() -> None:
+    for line in (*LINES, "b1 h1 q100 k100 d8 x1e7", "b1 h1 q50 k50 d16 shift2.5e5", "b1 h1 q30 k30 d8 x64 causal bfloat16"):
+        bound = bounds.bounds(problem_of(line), Claim(Arithmetic()))
+        assert all(getattr(bound, name).isfinite().all() for name in TENSORS), line
+
+
+def test_a_masked_key_has_no_part_in_the_bound() -> None:
+    problem = problem_of("b1 h1 q40 k60 d16 causal")  # the last 20 keys are never seen
+    loud = replace(problem, key=problem.key.clone(), value=problem.value.clone())
+    loud.key[:, :, 40:], loud.value[:, :, 40:] = 1e4, -1e4
+    quiet_bound, loud_bound = bounds.bounds(problem, Claim(Arithmetic())), bounds.bounds(loud, Claim(Arithmetic()))
+    for name in TENSORS:
+        assert torch.equal(getattr(quiet_bound, name), getattr(loud_bound, name)), name

@@ -1,0 +1,124 @@
+"""Merging: which of two records of the same thing counts, and what is told of files that cannot be merged."""
+
+from pathlib import Path
+
+import pytest
+
+from flashproof.reports.evidence import Evidence, Machine, gather
+from flashproof.reports.record import Absence, Curve, Memory, Record
+from flashproof.tests.suite.reports import building
+from flashproof.tests.suite.reports.building import environment, judgement
+
+CPU, GPU = Machine("cpu", "AMD EPYC, 2 cores"), Machine("cuda", "NVIDIA H200")
+
+
+def merged(directory: Path, *runs: list[Record]) -> Evidence:
+    return gather([building.write(directory / f"{number}.jsonl", run) for number, run in enumerate(runs)])
+
+
+def rhos(evidence: Evidence) -> dict[Machine, list[float | str | None]]:
+    found: dict[Machine, list[float | str | None]] = {}
+    for kernel in evidence.kernels:
+        for judged in kernel.judged:
+            found.setdefault(judged.machine, []).append(judged.rho)
+    return found
+
+
+def test_machines_stand_beside_each_other(tmp_path: Path) -> None:
+    evidence = merged(tmp_path, [environment(building.CPU), judgement(rho=0.5)], [environment(building.GPU), judgement(run=building.GPU, rho=0.7)])
+    assert rhos(evidence) == {CPU: [0.5], GPU: [0.7]}
+    assert evidence.machines == (CPU, GPU)
+    assert [e.run for e in evidence.environments] == [building.CPU, building.GPU]
+
+
+def test_two_machines_of_one_kind_stay_apart(tmp_path: Path) -> None:
+    evidence = merged(tmp_path, [environment("a"), judgement(run="a", rho=0.5)], [environment("b", device="Grace"), judgement(run="b", rho=0.7)])
+    assert rhos(evidence) == {CPU: [0.5], Machine("cpu", "Grace"): [0.7]}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_later_date_wins_on_the_same_device(tmp_path: Path, order: tuple[int, int]) -> None:
+    early: list[Record] = [
+        environment("early", date="2026-03-02T10:00:00+02:00"),
+        judgement(run="early", rho=7.0, status="failed"),
+        judgement(run="early", rho=0.2, case="only early"),
+    ]
+    late: list[Record] = [environment("late", date="2026-03-02T09:00:00Z"), judgement(run="late", rho=0.5)]
+    runs = [early, late]
+    assert rhos(merged(tmp_path, *(runs[i] for i in order))) == {CPU: [0.5, 0.2]}
+
+
+def test_within_a_run_the_worst_counts(tmp_path: Path) -> None:
+    run: list[Record] = [environment(), judgement(rho=0.5), judgement(rho="nan", status="failed"), judgement(rho=0.6)]
+    assert rhos(merged(tmp_path, run)) == {CPU: ["nan"]}
+    assert merged(tmp_path / "b", run).kernels[0].judged[0].judgement.status == "failed"
+
+
+def test_the_larger_of_the_two_gates_is_rho(tmp_path: Path) -> None:
+    assert rhos(merged(tmp_path, [environment(), judgement(rho=0.02, rho_statistical=1.5)])) == {CPU: [1.5]}
+    assert rhos(merged(tmp_path / "b", [environment(), judgement(rho="inf", rho_statistical=1.5)])) == {CPU: ["inf"]}
+
+
+def test_a_cpu_judged_by_a_gpu_machine_is_named(tmp_path: Path) -> None:
+    assert rhos(merged(tmp_path, [environment(building.GPU), judgement(run=building.GPU, device="cpu")])) == {Machine("cpu", "CPU beside NVIDIA H200"): [0.5]}
+
+
+def test_measurements_of_a_later_run_replace_the_same_ones(tmp_path: Path) -> None:
+    early: list[Record] = [environment("early", date="2026-01-01T00:00:00Z"), *_as(building.measured("triton.fa2", building.CPU, growth=2), "early")]
+    late: list[Record] = [environment("late", date="2026-01-02T00:00:00Z"), *_as(building.measured("triton.fa2", building.CPU), "late")]
+    kernel = merged(tmp_path, late, early).kernels[0]
+    assert {record.run for record, _ in kernel.memory} == {"late"}
+    assert [record.length for record, _ in kernel.memory] == [512, 1024, 2048, 4096, 8192, 16384] * 2
+
+
+def _as(records: object, run: str) -> list[Record]:
+    import msgspec
+
+    return [msgspec.structs.replace(record, run=run) for record in records if isinstance(record, Memory)]  # type: ignore[attr-defined]
+
+
+def test_a_machine_without_a_gpu_says_nothing_of_it_once_another_has_one(tmp_path: Path) -> None:
+    absence = Absence(run=building.CPU, implementation="triton.fa2", device="cuda", reason="not possible here", message="CUDA: no device")
+    alone = merged(tmp_path, [environment(), judgement(), absence])
+    assert alone.kernels[0].machines == (CPU, Machine("cuda", ""))
+    beside = merged(tmp_path / "b", [environment(), judgement(), absence], [environment(building.GPU), judgement(run=building.GPU)])
+    assert beside.kernels[0].machines == (CPU, GPU)
+
+
+def test_what_a_run_leaves_out_of_a_device_that_it_was_not_about_is_not_told(tmp_path: Path) -> None:
+    left_out = [Absence(run=building.GPU, implementation="triton.fa2", device=device, reason="not claimed", check="masks/blocks") for device in ("cpu", "cuda")]
+    evidence = merged(tmp_path, [environment(building.GPU), judgement(run=building.GPU), *left_out])
+    assert evidence.kernels[0].machines == (GPU,)
+
+
+def test_order_of_files_and_of_records_changes_nothing(tmp_path: Path) -> None:
+    cpu, gpu = building.cpu_run(), building.gpu_run()
+    first = merged(tmp_path, cpu, gpu)
+    assert merged(tmp_path / "b", gpu, cpu) == first
+    shuffled = merged(tmp_path / "c", [cpu[0], *reversed(cpu[1:])], gpu)
+    assert shuffled.kernels == first.kernels
+    assert shuffled.checks == first.checks
+
+
+def test_a_file_named_twice_counts_once(tmp_path: Path) -> None:
+    path = building.write(tmp_path / "run.jsonl", [environment(), judgement()])
+    assert gather([path, path]) == gather([path])
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([], r"0\.jsonl: holds no records"),
+        ([judgement()], r"0\.jsonl: run 'cpu run' has no environment record"),
+        ([environment(), environment(device="Grace")], r"0\.jsonl: the environment of run 'cpu run' differs"),
+        ([environment(date="yesterday")], r"0\.jsonl: the date 'yesterday' of run 'cpu run' is not ISO 8601"),
+        (
+            [environment(), Curve(run=building.CPU, chart="overflow", series="naive", device="cpu", x=[1.0, 2.0], y=[1.0], x_title="x", y_title="y")],
+            r"0\.jsonl: the curve 'naive' of chart 'overflow' has 2 x for 1 y",
+        ),
+    ],
+)
+def test_what_cannot_be_merged_is_named(tmp_path: Path, records: list[Record], message: str) -> None:
+    (tmp_path / "0.jsonl").touch()
+    with pytest.raises(ValueError, match=message):
+        merged(tmp_path, records)

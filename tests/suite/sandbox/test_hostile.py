@@ -1,0 +1,219 @@
+"""Kernels that misbehave, given to the command line as a stranger's would be: each is reported as what it is, the run goes on, and the innocent pass."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from flashproof.cases import Case
+from flashproof.reports import wording
+from flashproof.reports.record import Judgement, Status, read
+from flashproof.sandbox import journal
+
+QUICK = ("-p", "no:cacheprovider", "--assert=plain")  # no assertions are rewritten: checks do not speak by them
+ROOT = Path(__file__).resolve().parents[3]
+KERNELS = "tests/suite/sandbox/kernels.py"
+CALLS = "tests/contract/test_call.py"
+PLAIN, MASKED = "b2 h2 q33 k33 d16 float32", "b1 h1 q33 k33 d16 float32 causal scale0.3"
+TIME_LIMIT = 10
+
+# What each kernel is found out for: words of a failure of its own.
+SAID: dict[str, str] = {
+    "mutates_query": "the call changed its query",
+    "mutates_one_element_of_key": "the call changed its key",
+    "mutates_output_gradient": "the call changed its output gradient",
+    "writes_before_value": r"the call wrote to memory around its value, which it does not own: first at element -1 from",
+    "writes_behind_key": r"the call wrote to memory around its key, which it does not own: first at element \+2112 from",
+    "returns_a_view": "out shares memory with an input",
+    "wrong_dtype": r"out has dtype torch\.float64, not torch\.float32",
+    "wrong_shape": r"out has shape \[2, 33, 2, 16\], not \[2, 2, 33, 16\]",
+    "wrong_device": "out is on meta, not on cpu",
+    "returns_a_list": "out is list, not a tensor",
+    "reuses_its_output": "a second call changed the first one's output",
+    "uninitialised": r"out  float32  rho \d\.\de4\d",
+    "writes_past_its_output": r"the process died of signal (6 \(aborted\)|11 \(segmentation fault\)).* in memory that it had damaged",
+    "caches_by_shape": "call 3 of a row: other values of the same shape; its out has the very bits of the answer to the first call",
+    "caches_by_pointer": "new values in the tensors of the first call; its out has the very bits of the answer to the first call",
+    "keeps_strides": "call 6 of a row: other strides",
+    "keeps_batch": "call 4 of a row: another batch size",
+    "wrong_in_the_second_call": "wrong in 12 of 24 calls of one input",
+    "wrong_in_one_of_twenty": "wrong in [12] of 24 calls of one input",
+    "right_in_one_of_twenty": "wrong in 2[23] of 24 calls of one input",
+    "refuses_the_second_call": "refused what it had answered before: RuntimeError: already in use",
+    "loses_its_gradient": "the output carries no gradient, and that of an earlier call did",
+    "raises": "forward raised KeyError: 'b'",
+    "hangs": r"no answer within 10 s .*, at .*kernels\.py, line \d+, in _wait_for_ever",
+    "hangs_in_c": r"no answer within 10 s .*, at .*kernels\.py, line \d+, in <lambda>",
+    "allocates_without_end": "forward raised RuntimeError: .*can't allocate memory",
+    "segfaults": r"the process died of signal 11 \(segmentation fault\), at .*kernels\.py, line \d+, in <lambda>",
+    "segfaults_on_odd_lengths": r"the process died of signal 11 \(segmentation fault\), at .*kernels\.py, line \d+, in segfaults_on_odd_lengths",
+    "aborts": r"the process died of signal 6 \(aborted\), at .*kernels\.py",
+    "exits": "forward raised SystemExit: 3",
+    "raises_system_exit": "forward raised SystemExit: 3",
+    "ends_the_process": "the process ended with status 0 in the call",
+    "interrupts": "forward raised KeyboardInterrupt",
+    "closes_all_files": "the process closed the files that it was given",
+    "forks": "the call forked its process, and both came back",
+    "sets_default_dtype": r"the call changed the default dtype \(from torch\.float32 to torch\.float64\)",
+    "sets_threads": r"the call changed the number of threads \(from 1 to 7\)",
+    "sets_grad_mode": r"the call changed grad mode \(from True to False\)",
+    "sets_seed": r"the call changed the random seed \(from \d+ to 0\)",
+    "sets_deterministic": "the call changed deterministic mode",
+    "filters_warnings": "the call changed the warnings filters",
+    "flushes_subnormals": "the call changed the treatment of subnormal numbers",
+    "changes_directory": r"the call changed the working directory \(from .* to /\)",
+    "closes_stdout": "the call changed stdout",
+    "closes_its_file": "the call changed stdout",
+}
+SAID_MASKED = {
+    "ignores_scale": "this is the answer with the default scale",
+    "ignores_causal": "this is the answer without the causal mask",
+}
+SAID_ON_A_GPU = {
+    "leaves_a_cuda_error": "forward raised .*CUDA error",
+    "declines_after_a_cuda_error": "forward raised RuntimeError: Expected execute.plan. to be true, but got false; the device was left in error",
+    "works_in_another_stream": "called in a stream that had yet to fill the inputs|out was not ready when the caller's stream read it",
+}
+SPAWNED = ("segfaults_on_odd_lengths",)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of the command line that has ended."""
+
+    status: int
+    text: str
+    judgements: list[Judgement]
+
+    def failures(self, name: str) -> list[str]:
+        """What was recorded of a kernel's failures, as it is printed."""
+        return [wording.failure_block(judgement) for judgement in self.judgements if judgement.implementation == name and judgement.status == "failed"]
+
+    def failing_tests(self, name: str) -> list[str]:
+        """The items that pytest's summary counts as failed."""
+        return re.findall(rf"^FAILED \S+\[{re.escape(name)}-\S+\]", self.text, re.MULTILINE)
+
+
+def run(folder: Path, kernels: Iterable[str], case: str, checks: str, *options: str) -> Run:
+    """Verifies some kernels of the file by the checks of one file, and among them an innocent one and one of the catalogue."""
+    records = folder / "records.jsonl"
+    named = [f"--impl={KERNELS}:{kernel}" for kernel in kernels]
+    named = [*named[: len(named) // 2], "--impl=tiled.fa2", *(f"--impl={kernel}" for kernel in INNOCENT[1:]), *named[len(named) // 2 :]]
+    command = [sys.executable, "-m", "pytest", checks, *named, f"--case={case}"]
+    command += ["-q", "-n2", *QUICK, f"--records={records}", f"--time-limit={TIME_LIMIT}", *options]
+    ended = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=300)
+    text = ended.stdout + ended.stderr
+    assert records.exists(), text
+    return Run(ended.returncode, text, [record for record in read(records) if isinstance(record, Judgement)])
+
+
+def check(ended: Run, said: dict[str, str], innocent: tuple[str, ...]) -> None:
+    """Each kernel failed with the words that are its own; the innocent passed every check that they were given."""
+    assert ended.status == pytest.ExitCode.TESTS_FAILED, ended.text
+    for kernel, words in said.items():
+        name = f"{KERNELS}:{kernel}"
+        assert any(re.search(words, block) for block in ended.failures(name)), f"{kernel}: not {words!r} but {ended.failures(name)[:4]}"
+        assert ended.failing_tests(name), f"{kernel}: recorded, but no test of it failed"
+    for name in innocent:
+        statuses = [judgement.status for judgement in ended.judgements if judgement.implementation == name]
+        assert set(statuses) == {"passed"}, ended.failures(name)
+        assert not ended.failing_tests(name)
+
+
+INNOCENT = ("tiled.fa2", f"{KERNELS}:innocent", f"{KERNELS}:untidy")
+
+
+def test_every_kernel_is_listed() -> None:
+    """A kernel of the file has its words here."""
+    text = (ROOT / KERNELS).read_text()
+    kernels = {first or second for first, second in re.findall(r"^(\w+) = after\(|^def ([a-z]\w+)\(query", text, re.MULTILINE)}
+    assert kernels - {"attention", "innocent", "untidy"} == {*SAID, *SAID_MASKED, *SAID_ON_A_GPU}
+
+
+def test_reported_as_what_it_is(tmp_path: Path) -> None:
+    """All in one run: none disturbs another."""
+    check(run(tmp_path, SAID, PLAIN, CALLS), SAID, INNOCENT)
+
+
+def test_what_was_ignored(tmp_path: Path) -> None:
+    """The failure says which question the answer would have been right for."""
+    check(run(tmp_path, SAID_MASKED, MASKED, "tests/accuracy/test_forward.py"), SAID_MASKED, INNOCENT)
+
+
+def test_spawned(tmp_path: Path) -> None:
+    """The same where processes are started as on a machine with a GPU."""
+    said = {kernel: SAID[kernel] for kernel in SPAWNED}
+    check(run(tmp_path, said, PLAIN, CALLS, "-k", "test_answers or test_calls_agree", "--spawn"), said, INNOCENT)
+
+
+def test_of_the_catalogue(tmp_path: Path) -> None:
+    """The catalogue's kernels run in pytest-xdist's workers: one that crashes takes its worker with it, and no verdict but its own."""
+    records = tmp_path / "records.jsonl"
+    command = [sys.executable, "-m", "pytest", CALLS, "-q", "-n2", *QUICK, "-p", "flashproof.tests.suite.sandbox.catalogued", f"--records={records}"]
+    command += ["--impl=crashing", "--impl=tiled.fa2", "--impl=sdpa.math", "--dtype=float32", "-k", "test_answers or test_inputs_stay or test_world_stays"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    text = ended.stdout + ended.stderr
+    found = Run(ended.returncode, text, [record for record in read(records) if isinstance(record, Judgement)])
+    assert found.status == pytest.ExitCode.TESTS_FAILED, text
+    assert len(found.failures("crashing")) == len(found.failing_tests("crashing")) == 3, text  # a segmentation fault in each check
+    assert all("the process died in the call" in failure and "q65 k65" in failure for failure in found.failures("crashing")), text
+    for name in ("tiled.fa2", "sdpa.math"):
+        assert {judgement.status for judgement in found.judgements if judgement.implementation == name} == {"passed"}, text
+        assert len({judgement.check for judgement in found.judgements if judgement.implementation == name}) == 3, text
+        assert not found.failing_tests(name)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_host_that_lost_its_device_serves_no_other_check(tmp_path: Path, lost: bool) -> None:
+    """As after work that outlived its call: no call told of it. The device's answer is put in here; on a machine without one, it is never asked."""
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text(f"""
+import os
+from pathlib import Path
+from flashproof.sandbox import worker
+from flashproof.tests.suite.sandbox.kernels import attention as innocent
+
+worker._has_lost_its_device = lambda: {lost}
+
+def attention(query, key, value):
+    with Path({str(tmp_path / "processes")!r}).open("a") as file:
+        print(os.getpid(), file=file)
+    return innocent(query, key, value)
+""")
+    command = [sys.executable, "-m", "pytest", CALLS, "-q", "-n1", *QUICK, f"--records={tmp_path / 'records.jsonl'}"]
+    command += [f"--impl={kernel}:attention", "--dtype=float32", "--device=cpu", "-k", "test_answers or test_inputs_stay or test_world_stays"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert "3 passed" in ended.stdout, ended.stdout + ended.stderr
+    assert len(set((tmp_path / "processes").read_text().split())) == (3 if lost else 1)
+
+
+@pytest.mark.parametrize("status", ["passed", "refused", "failed", "known defect"])
+def test_a_worker_that_dies_after_a_record(tmp_path: Path, status: Status) -> None:
+    """Its death is a failure of the check, unless the record before it told of the failure that the worker ended itself for."""
+    about = Judgement(run="", implementation="x", check="contract/answers", case="", dtype="float32", device="cpu", status="failed")
+    written = journal.Journal(tmp_path)
+    written.begin("check", about)
+    written.given(Case.parse(PLAIN))
+    written.returned()
+    written.record(msgspec.json.encode(msgspec.structs.replace(about, status=status)).decode())
+    left = journal.read(tmp_path, "check")
+    written.end()
+    assert left
+    assert len(left.findings()) == (1 if status in ("failed", "known defect") else 2)
+    assert left.findings()[-1].status in ("failed", "known defect")  # type: ignore[union-attr]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path: Path) -> None:
+    """A device that has stopped, and work that no one waits for."""
+    if not torch.cuda.is_available():
+        pytest.skip("CUDA: no device")
+    said = SAID_ON_A_GPU | {"hangs_in_c": "no answer within 60 s"}
+    check(run(tmp_path, said, "b2 h4 q1024 k1024 d64 float32", CALLS, "--device=cuda", "--time-limit=60"), said, INNOCENT)
