@@ -1,5 +1,9 @@
-"""A clone of flashproof: its options are always there, and so is its plugin, whether the clone is installed or not."""
+"""A clone of flashproof: its options are always there, and so is its plugin, whether the clone is installed or not.
 
+While the tests of the suite itself run, tensors are held to the shapes that signatures name.
+"""
+
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,6 +23,18 @@ def pytest_configure(config: pytest.Config) -> None:
     """Leaves the benchmarks out, unless they are asked for: they run alone."""
     if not config.getoption("benchmark_only", default=False):
         config.option.benchmark_skip = True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Prepares the check of shapes, before others import what it wraps. Neither a verification nor a benchmark has it."""
+    if pytest_plugin.is_asked_for(config) or config.getoption("benchmark_only", default=False):
+        return
+    if find_spec("jaxtyping") and find_spec("beartype"):
+        from flashproof.tests.suite import shapes
+
+        shapes.wrap()
+        config.pluginmanager.register(shapes)
 
 
 @pytest.fixture(scope="session")

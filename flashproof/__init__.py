@@ -9,18 +9,39 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from flashproof.accuracy import Verdict, Verdicts, assert_accurate, judge
     from flashproof.impls.spec import Arithmetic, Implementation, Supports
     from flashproof.registry import check
     from flashproof.subject import Subject
+    from flashproof.verification import Result, verify
 
-__all__ = ["Arithmetic", "Implementation", "Subject", "Supports", "__version__", "check"]
+__all__ = [
+    "Arithmetic",
+    "Implementation",
+    "Result",
+    "Subject",
+    "Supports",
+    "Verdict",
+    "Verdicts",
+    "__version__",
+    "assert_accurate",
+    "check",
+    "judge",
+    "verify",
+]
 
 _PLACES = {
+    "Verdict": "flashproof.accuracy",
+    "Verdicts": "flashproof.accuracy",
+    "assert_accurate": "flashproof.accuracy",
+    "judge": "flashproof.accuracy",
     "Arithmetic": "flashproof.impls.spec",
     "Implementation": "flashproof.impls.spec",
     "Supports": "flashproof.impls.spec",
     "Subject": "flashproof.subject",
+    "Result": "flashproof.verification",
     "check": "flashproof.registry",
+    "verify": "flashproof.verification",
 }
 
 

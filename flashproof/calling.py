@@ -13,7 +13,9 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from flashproof import diagnosis
 from flashproof.cases import Case, Inputs, dropout_seed
+from flashproof.diagnosis import declines, said
 from flashproof.impls.spec import Implementation, Supports
 from flashproof.sandbox.process_state import left_alone
 
@@ -23,27 +25,35 @@ GRADIENTS: tuple[TensorName, ...] = ("dq", "dk", "dv")  # of query, key and valu
 
 
 class Refused(Exception):
-    """A bare callable declined the case with a clear exception, at its call. Not a failure."""
+    """A bare callable declined the case with a clear exception, at its call. Not a failure.
+
+    of_every_call: it would decline every case on this device in the same way.
+    """
+
+    def __init__(self, said: str, *, of_every_call: bool = False) -> None:
+        super().__init__(said)
+        self.of_every_call = of_every_call
 
 
 class Withheld(Exception):
-    """The backward of a call whose tensors were changed since its forward was refused, as it should be where it needs what they held."""
+    """The backward of a call was refused, since its tensors were changed after the forward. This is allowed."""
 
 
 class Fault(Exception):
     """The implementation raised, or answered with something that is no answer. A result, not the end of the run.
 
-    spoils: the process is of no further use, as after a CUDA error.
+    spoils: the process is of no further use, as after a CUDA error. of_every_call: every call would end like this.
     """
 
-    def __init__(self, said: str, *, spoils: bool = False) -> None:
+    def __init__(self, said: str, *, spoils: bool = False, of_every_call: bool = False) -> None:
         super().__init__(said)
         self.spoils = spoils
+        self.of_every_call = of_every_call
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What an implementation gave back, detached: lse only where it is claimed, gradients only where they were asked for."""
+    """What an implementation returned, detached: lse only if it is claimed, gradients only if they were asked for."""
 
     tensors: dict[TensorName, Tensor]
     seconds: float
@@ -58,7 +68,10 @@ class Answer:
 
 
 def arguments(case: Case, supports: Supports, inputs: Inputs) -> dict[str, object]:
-    """The keywords of the call: only those that the case needs, so that a kernel without a keyword is still run where it is not needed."""
+    """The keywords of the call: only those that the case needs.
+
+    So a kernel without a keyword is still run on the cases that do not need it.
+    """
     keywords: dict[str, object] = {}
     if case.mask != "full":
         keywords["is_causal"] = True
@@ -88,7 +101,7 @@ class Observer(Protocol):
         """The kernel has returned, or raised."""
 
     def spoilt(self) -> None:
-        """The process is of no further use, and its failure is recorded. A worker ends here; the pool starts another."""
+        """The process is of no further use, and its failure is recorded. A worker ends; the pool starts another one."""
 
 
 class Unobserved:
@@ -109,7 +122,7 @@ UNOBSERVED = Unobserved()
 
 @contextmanager
 def calling(case: Case, observer: Observer = UNOBSERVED) -> Generator[list[str], None, None]:
-    """While this is open, code of the implementation runs. Yields a list that names the global state that it changed."""
+    """While this is open, code of the implementation runs. Yields a list of the global state that it changed."""
     observer.given(case)
     try:
         with warnings.catch_warnings():
@@ -123,7 +136,7 @@ def calling(case: Case, observer: Observer = UNOBSERVED) -> Generator[list[str],
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """A call whose forward was answered. Its backward may follow at once, after that of another call, twice, or never."""
+    """A call whose forward was answered. Its backward may follow at once, after another call, twice, or never."""
 
     implementation: Implementation
     observer: Observer
@@ -138,7 +151,7 @@ class Forward:
     is_changed: bool = False  # its tensors, by the caller since
 
     def renewed(self) -> "Forward":
-        """The same call, after the caller has changed its tensors: from now on they stay as they are, and a backward may refuse them."""
+        """The same call, after the caller has changed its tensors: a backward may refuse them, and must not write."""
         return replace(
             self,
             before={name: _memory(tensor).clone() for name, tensor in _given(self.inputs).items()},
@@ -160,7 +173,8 @@ def attend(
 ) -> Answer:
     """Calls the implementation, and its backward if asked. Raises Refused or Fault.
 
-    A refusal is an exception of a kind that says "not this input", at the first call and of a bare callable only; one with claims has said what it takes.
+    A refusal is an exception of a kind that says "not this input" (`diagnosis.declines`), at the first call and of a
+    bare callable only. An implementation with claims has said what it takes.
     """
     strides = tuple(tensor.stride() for tensor in _given(inputs).values())
     about = (implementation.name, replace(case, seed=0), strides, backward)
@@ -190,9 +204,10 @@ def forward(
     leaves: tuple[Tensor, ...] | None = None,
     observer: Observer = UNOBSERVED,
 ) -> Forward:
-    """Calls the implementation. wanted: of which inputs a gradient will be asked; under: what the call stands in, as in torch.no_grad.
+    """Calls the implementation. Raises Refused or Fault.
 
-    leaves: the very tensors of an earlier call, where they are the memory of `inputs`.
+    wanted: the gradients that will be asked for. under: what the call stands in, as in `torch.no_grad`. leaves: the
+    tensors of an earlier call, if `inputs` are in their memory.
     """
     given = _given(inputs)
     before = {name: _memory(tensor).clone() for name, tensor in given.items()}
@@ -212,23 +227,16 @@ def forward(
         except BaseException as error:
             if _is_the_users(error):
                 raise
-            hint = (
-                "; what a kernel does not take it declines by a ValueError"
-                if implementation.bare and isinstance(error, AssertionError)
-                else ""
-            )
-            fault = _fault(f"forward raised {_said(error)}{hint}", error, inputs)
-            if implementation.bare and not fault.spoils and _declines(error):
-                raise Refused(_said(error)) from error
-            raise fault from error
+            raise _failed_forward(error, implementation, inputs) from error
     seconds = time.perf_counter() - started
-    tensors = _outputs(returned, implementation.supports, case, inputs)
+    tensors = _outputs(returned, implementation, case, inputs)
     for name, tensor in tensors.items():
         if any(tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for other in given.values()):
             raise Fault(f"{name} shares memory with an input")
     if early is not None and not _same_bits(early, tensors["out"]):
         raise Fault(
-            "out was not ready when the caller's stream read it: it is computed in another stream, which the caller's does not wait for"
+            "out was not ready when the caller's stream read it: it is computed in another stream, "
+            "which the caller's does not wait for"
         )
     _check_untouched(given, before)
     return Forward(
@@ -251,11 +259,12 @@ def _carries_gradient(out: Tensor) -> bool:
 
 
 def go_back(call: Forward, *, dout: Tensor | None = None, keep: bool = False, plain: bool = False) -> Answer:
-    """The backward of a call, by autograd, of the inputs whose gradient is wanted.
+    """The backward of a call, by autograd, of the inputs whose gradient is wanted. Raises Refused, Withheld or Fault.
 
-    dout: the output gradient, where it is not the call's own. keep: the graph is kept for another backward, which a bare callable may decline. plain: this
-    follows its forward at once, for all three gradients. What a bare callable declines there it has no gradient of; what it declines elsewhere, and not there,
-    is a fault, but for a NotImplementedError.
+    dout: the output gradient, if it is not the call's own. keep: the graph is kept for another backward, which a bare
+    callable may decline. plain: this follows its forward at once, for all three gradients. If a bare callable declines
+    that, it has no gradient of the case. If it declines another backward alone, that is a fault, except for a
+    NotImplementedError.
     """
     wanted = [(name, leaf) for name, leaf in zip(GRADIENTS, call.leaves, strict=True) if leaf.requires_grad]
     given = call.inputs.dout if dout is None else dout
@@ -269,16 +278,16 @@ def go_back(call: Forward, *, dout: Tensor | None = None, keep: bool = False, pl
         except BaseException as error:
             if _is_the_users(error):
                 raise
-            fault = _fault(f"backward raised {_said(error)}", error, call.inputs)
-            declines = not fault.spoils and _declines(error)
-            if call.is_changed and declines:
-                raise Withheld(_said(error)) from error
+            fault = _fault(f"backward raised {said(error)}", error, call.inputs)
+            declined = not fault.spoils and declines(error)
+            if call.is_changed and declined:
+                raise Withheld(said(error)) from error
             if (
                 call.implementation.bare
-                and declines
+                and declined
                 and (plain or keep or isinstance(error, NotImplementedError) or _declines_backward(call))
             ):
-                raise Refused(f"backward: {_said(error)}") from error
+                raise Refused(f"backward: {said(error)}") from error
             raise fault from error
     seconds = call.seconds + time.perf_counter() - started
     tensors = dict(call.tensors)
@@ -308,7 +317,10 @@ def _given(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _poison_free_memory(inputs: Inputs) -> None:
-    """On a GPU, what an output or a buffer of sums is likely to be allocated in holds NaN. On a CPU, malloc of a worker does the same: sandbox/worker.py."""
+    """On a GPU, fills the memory with NaN in which an output or a buffer of sums is likely to be allocated.
+
+    On a CPU, malloc of a worker does the same: sandbox/worker.py.
+    """
     if inputs.query.is_cuda:
         shapes = (inputs.query.shape, inputs.key.shape)
         held = [
@@ -347,7 +359,8 @@ def _check_untouched(given: dict[str, Tensor], before: dict[str, Tensor]) -> Non
             start, size = tensor.storage_offset() * tensor.element_size(), tensor.element_size()
             first = (int(places[0]) - start) // size
             raise Fault(
-                f"the call wrote to memory around its {name}, which it does not own: first at element {first:+d} from the tensor's first"
+                f"the call wrote to memory around its {name}, which it does not own: "
+                f"first at element {first:+d} from the tensor's first"
             )
         raise Fault(f"the call changed its {name}")
 
@@ -366,7 +379,7 @@ os.register_at_fork(after_in_parent=_count_fork)
 
 @contextmanager
 def _one_process() -> Generator[None, None, None]:
-    """Of a call that forks only one process may come back. A second one would go on with the run beside the first; it ends here."""
+    """Only one process may come back from a call that forks. The second one would go on with the run; it ends here."""
     process, forks = os.getpid(), _forks
     try:
         yield
@@ -391,19 +404,44 @@ def _a_child_came_back(patience: float = 2.0) -> bool:
     return False
 
 
-def _outputs(returned: object, supports: Supports, case: Case, inputs: Inputs) -> dict[TensorName, Tensor]:
-    """Out, and lse where claimed, checked for what makes them comparable at all."""
+def _failed_forward(error: BaseException, implementation: Implementation, inputs: Inputs) -> Refused | Fault:
+    """What came of a forward that raised: a refusal or a fault, and whether every call would end like this."""
+    fault = _fault(f"forward raised {said(error)}", error, inputs)
+    if fault.spoils:
+        return fault
+    is_answered = any(name == implementation.name for name, *_ in _answered)
+    tensors = (inputs.query, inputs.key, inputs.value)
+    might = implementation.bare and not is_answered and (declines(error) or isinstance(error, AttributeError))
+    if might and diagnosis.works_on_arrays(implementation.attention, *tensors):
+        words = f"it works on NumPy arrays, and was given tensors ({said(error)})"
+        return Fault(f"{words}; {diagnosis.converting(implementation.name)}", of_every_call=True)
+    if not declines(error):
+        return fault
+    needs_gpu = not inputs.query.is_cuda and diagnosis.needs_gpu(error)
+    if implementation.bare:
+        return Refused(said(error), of_every_call=needs_gpu)
+    if needs_gpu:
+        advice = "an implementation for CUDA alone claims Supports(devices=('cuda',))"
+        return Fault(f"{fault}; {advice}", of_every_call=True)
+    return fault
+
+
+def _outputs(returned: object, implementation: Implementation, case: Case, inputs: Inputs) -> dict[TensorName, Tensor]:
+    """Out, and lse if it is claimed. Raises Fault unless each is a tensor of the right shape, dtype and device."""
+    supports = implementation.supports
     shape = (case.batch, case.heads, case.queries, case.dim)
     expected: dict[TensorName, tuple[tuple[int, ...], torch.dtype]] = {"out": (shape, inputs.query.dtype)}
     if supports.lse:
         expected["lse"] = (shape[:3], torch.float32)
         if not isinstance(returned, tuple) or len(returned) != 2:
-            raise Fault(f"return_lse=True returned {type(returned).__name__}, not the pair (out, lse)")
+            raise Fault(
+                f"return_lse=True returned {type(returned).__name__}, not the pair (out, lse)", of_every_call=True
+            )
     values = returned if isinstance(returned, tuple) and supports.lse else (returned,)
     tensors: dict[TensorName, Tensor] = {}
     for (name, (size, dtype)), value in zip(expected.items(), values, strict=True):
         if not isinstance(value, Tensor):
-            raise Fault(f"{name} is {type(value).__name__}, not a tensor")
+            raise Fault(f"{name} is {diagnosis.not_a_tensor(value, implementation.name)}", of_every_call=True)
         if tuple(value.shape) != size:
             raise Fault(f"{name} has shape {list(value.shape)}, not {list(size)}")
         if value.dtype != dtype:
@@ -414,15 +452,8 @@ def _outputs(returned: object, supports: Supports, case: Case, inputs: Inputs) -
     return tensors
 
 
-def _declines(error: BaseException) -> bool:
-    """Whether it is an error by which a call may be declined, if the device has survived it."""
-    return isinstance(
-        error, NotImplementedError | ValueError | TypeError | RuntimeError
-    ) and "can't allocate memory" not in str(error)
-
-
-def _fault(said: str, error: BaseException, inputs: Inputs) -> Fault:
-    """The fault of a call that raised. After an error of the device nothing runs on it, whoever told of it and in what words: so the device is asked.
+def _fault(words: str, error: BaseException, inputs: Inputs) -> Fault:
+    """The fault of a call that raised. The device is asked whether it still works: an exception need not say so.
 
     After memory ran out, the process keeps what the others need.
     """
@@ -430,9 +461,9 @@ def _fault(said: str, error: BaseException, inputs: Inputs) -> Fault:
         _synchronise(inputs)
     except RuntimeError as lost:
         return Fault(
-            said if _is_cuda_error(error) else f"{said}; the device was left in error: {_said(lost)}", spoils=True
+            words if _is_cuda_error(error) else f"{words}; the device was left in error: {said(lost)}", spoils=True
         )
-    return Fault(said, spoils=_is_cuda_error(error) or isinstance(error, torch.OutOfMemoryError))
+    return Fault(words, spoils=_is_cuda_error(error) or isinstance(error, torch.OutOfMemoryError))
 
 
 def _is_cuda_error(error: BaseException) -> bool:
@@ -444,13 +475,8 @@ def _is_the_users(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
 
 
-def _said(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
-
-
 def _read_in_stream(returned: object) -> Tensor | None:
-    """On a GPU, what the caller's stream reads right after the call. The read also brings up the error of a launch that nobody asked about."""
+    """On a GPU, what the caller's stream reads right after the call. The read also shows the error of a launch."""
     out = returned[0] if isinstance(returned, tuple) and returned else returned
     return (
         out.detach().clone(memory_format=torch.contiguous_format) if isinstance(out, Tensor) and out.is_cuda else None

@@ -1,7 +1,7 @@
-"""Cases: the description of one input, and the tensors it stands for.
+"""Cases: the description of one input, and the tensors that it stands for.
 
-A case prints as one line and is rebuilt from it, bit for bit, on any machine: its numbers come from NumPy's Philox bit stream through integer
-arithmetic, never through a library's normal generator.
+A case prints as one line, and is rebuilt from this line on any machine, bit for bit. Its numbers come from NumPy's
+Philox bit stream by integer arithmetic, and never from a library's generator of normal numbers.
 """
 
 import math
@@ -12,10 +12,10 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flashproof.impls.catalogue import close
+from flashproof.impls.shapes import Bool, Float
 from flashproof.impls.spec import Dtype, Supports
 from flashproof.oracles.masks import BLOCK, Dropout, Mask
 from flashproof.oracles.problem import Problem
@@ -41,7 +41,8 @@ FAMILIES: dict[Family, str] = {
 class Case:
     """One input. `str(case)` is the line to copy, `Case.parse` reads it.
 
-    magnitude multiplies queries (in families spike and rising it is the lift of scores); shift adds a constant to every score, through one coordinate.
+    magnitude multiplies the queries; in the families spike and rising it is the lift of scores. shift adds a constant
+    to every score, through one coordinate.
     """
 
     batch: int = 1
@@ -98,7 +99,10 @@ class Case:
 
     @classmethod
     def parse(cls, line: str) -> "Case":
-        """Reads a case's line. Words may stand in any order; what is left out keeps its default. Raises ValueError naming the word."""
+        """Reads the line of a case. Words may stand in any order, and what is left out has its default.
+
+        Raises ValueError, which names the word.
+        """
         fields: dict[str, object] = {}
         for word in line.split():
             found = _parse_word(word)
@@ -153,9 +157,8 @@ def _parse_word(word: str) -> dict[str, object]:
         "dropout0.1",
         "seed0",
     ]
-    raise ValueError(
-        f"the word {word!r} is unknown{close(word, known)}; a case looks like '{Case(family='spike', magnitude=30.0, seed=7)}'"
-    )
+    example = Case(family="spike", magnitude=30.0, seed=7)
+    raise ValueError(f"the word {word!r} is unknown{close(word, known)}; a case looks like '{example}'")
 
 
 def not_claimed(case: Case, supports: Supports) -> str | None:
@@ -180,12 +183,12 @@ def not_claimed(case: Case, supports: Supports) -> str | None:
     return next((feature for covered, feature in rules if not covered), None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------- tensors
+# -------------------------------------------------------------------------------------------------------- tensors
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The tensors of a case, on one device. Contiguous ones stand inside a larger buffer of NaN: memory that they do not own."""
+    """The tensors of a case, on one device. Contiguous ones stand in a larger buffer of NaN, which they do not own."""
 
     query: Float[Tensor, "batch heads queries dim"]
     key: Float[Tensor, "batch kv_heads keys dim"]
@@ -229,10 +232,10 @@ SMALL = 2**18  # numbers, 1 MiB in float32, up to which many cases are remembere
 
 
 def _tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The numbers of a case in its dtype, contiguous, on the CPU: query, key, value, dout. They are copied from, never handed out.
+    """The numbers of a case in its dtype, contiguous, on the CPU: query, key, value, dout. Others get copies of them.
 
-    They are remembered. A case is built several times in a row, for the kernel, for the oracle, for the rows that are looked at again; and a small one by every
-    implementation and several checks.
+    They are remembered. A case is built several times in a row: for the kernel, for the oracle, for rows that are
+    looked at again. A small case is built by every implementation and by several checks.
     """
     return (_small if case.numbers <= SMALL else _large)(case)
 
@@ -257,7 +260,8 @@ def _made(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         case "uniform":
             query = np.zeros_like(query)
         case "spike":
-            # The last coordinate is the same in every query, and in all keys but one it is 0, so that one key's scores rise by the magnitude.
+            # The last coordinate is the same in every query, and is 0 in all keys but one: the scores of this key
+            # rise by the magnitude.
             query[..., -1], lift = _factors(case.magnitude, scale)
             key[..., -1] = 0.0
             key[:, :, case.keys // 3, -1] = lift
@@ -300,7 +304,11 @@ def _raw(case: Case, stream: int, count: int) -> np.ndarray:
 
 
 def _normal(case: Case, stream: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Nearly normal numbers, mean 0 and variance 1, within 4.9: sums of eight 16-bit uniforms (Irwin-Hall), exact on every machine."""
+    """Nearly normal numbers with mean 0 and variance 1, of at most 4.9: sums of eight 16-bit uniform numbers
+    (Irwin-Hall).
+
+    They are exact on every machine.
+    """
     count = math.prod(shape)
     uniforms = _raw(case, stream, 2 * count).view(np.uint16).reshape(count, 8)
     centred = np.einsum("ij->i", uniforms, dtype=np.int64) - 8 * 65535 // 2  # faster along so short an axis than sum()
@@ -316,7 +324,8 @@ def _rounded(name: str, numbers: np.ndarray, dtype: torch.dtype) -> Tensor:
     tensor = torch.from_numpy(numbers).to(dtype)
     if not torch.isfinite(tensor).all():
         raise ValueError(
-            f"{name} reaches {np.abs(numbers).max():.3g}, beyond {dtype}; a smaller magnitude, shift or 1/scale would do"
+            f"{name} reaches {np.abs(numbers).max():.3g}, beyond {dtype}; "
+            "a smaller magnitude, shift or 1/scale would do"
         )
     return tensor
 
@@ -330,8 +339,8 @@ def _block_mask(case: Case, device: str | torch.device) -> Tensor | None:
     return mask.mT.contiguous().mT if case.layout == "transposed" else mask
 
 
-# Tensors of one shape that do not share their strides: a kernel that reads dout by the strides of query, or value by those of key, is seen by this alone; and
-# one that looks at the query for whether rows are contiguous.
+# Tensors of one shape with different strides. Only this shows a kernel that reads dout by the strides of query, or
+# value by those of key, and one that looks at the query alone to find out whether rows are contiguous.
 _MIXED: dict[str, Layout] = {"query": "contiguous", "key": "columns", "value": "transposed", "dout": "sliced"}
 
 GUARD = 1024  # elements of NaN on either side of a contiguous tensor; keeps the alignment that kernels ask for

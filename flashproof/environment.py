@@ -53,7 +53,9 @@ def environment(run: str, *, whole: bool = True, command: str = "") -> Environme
 
 
 def _in_a_clone() -> bool:
-    """Whether flashproof runs from a clone of its own, and not from an installed copy, which may lie inside another one."""
+    """Whether flashproof runs from a clone of its own, and not from an installed copy, which may lie inside another
+    one.
+    """
     return (PACKAGE.parent / "pyproject.toml").is_file() and (PACKAGE / "impls").is_symlink()
 
 

@@ -1,6 +1,8 @@
-"""The named grids: which cases a check runs. Each is a function of dtype and device, because ranges and affordable lengths differ.
+"""The named grids: which cases a check runs. Each is a function of dtype and device, because ranges and affordable
+lengths differ.
 
-A grid names features in combination, not their product: a pair of features that share a code path stands in at least one line.
+A grid names features in combination, not their product: a pair of features that share a code path stands in at least
+one line.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,8 +27,8 @@ def _lines(text: str, dtype: Dtype) -> list[Case]:
     return list(_parsed(text, dtype))
 
 
-# Shapes, masks, layouts: what a kernel gets wrong by indexing, whatever its numbers. The lengths leave every remainder of 16 somewhere, which a test holds them
-# to.
+# Shapes, masks, layouts: what a kernel gets wrong by indexing, whatever its numbers. The lengths leave every remainder
+# of 16 somewhere, which a test holds them to.
 _SHAPES = """
 b2 h1 q128 k128 d64
 b1 h1 q257 k257 d64 causal
@@ -88,8 +90,8 @@ b1 h1 q1200 k20 d16 blocks0.5
 b1 h1 q40 k1100 d16 dropout0.3             # counters that a byte does not tell apart
 """
 
-# What each dtype rounds in its own way: scales, given or the root of a head dim that is no power of two, dropout's gain, and positions that float16 does not
-# hold. Shapes differ here too.
+# What each dtype rounds in its own way: scales, given or the root of a head dim that is no power of two, dropout's
+# gain, and positions that float16 does not hold. Shapes differ here too.
 _SCALES = """
 b1 h1 q149 k70 d36 causal                  # more queries than keys: the last 79 rows see every key
 b1 h3/1 q64 k63 d32
@@ -131,15 +133,16 @@ b1 h1 q70 k150 d64 causal-br shift-100     # the last tile is hidden from some r
 b1 h1 q140 k300 d64 spike x12               # beside a sink, whole tiles weigh little, and not nothing
 b1 h1 q20 k2100 d32 spike x12
 b1 h1 q1 k300 d16 spike x16                # and less still, which a threshold may take for nothing
-b1 h1 q60 k700 d64 rising x70              # by 13 from tile to tile: a maximum that lags behind lets weights grow beyond float16
+b1 h1 q60 k700 d64 rising x70              # 13 from tile to tile: with a late maximum, weights leave float16
 b1 h1 q140 k140 d64 positive shift100
-b1 h2 q140 k300 d64 blocks0.5 shift-150     # the first tile that is visited may be hidden: a maximum that stays 0 then loses every weight
+b1 h2 q140 k300 d64 blocks0.5 shift-150     # the first tile visited may be hidden: a maximum of 0 loses all
 """
 
-# What a search found, as small as it got: each failed once, of a kernel or of the suite. A new find is pinned here, without its dtype.
+# What a search found, as small as it got: each failed once, of a kernel or of the suite. A new find is pinned here,
+# without its dtype.
 _FOUND = """
 b1 h2/1 q33 k33 d16 causal x4 expanded      # gradients summed in float16 underflow at every step; the bound said once
-b1 h1 q18 k18 d16 uniform                   # equal weights make equal gradients of keys: one sample of a bias, not eighteen
+b1 h1 q18 k18 d16 uniform                   # equal weights, equal gradients of keys: one sample of a bias
 """
 
 _GPU_LENGTHS = """
@@ -178,8 +181,9 @@ def magnitudes(dtype: Dtype, device: Device) -> list[Case]:
     ]
 
 
-# Where exponentials overflow and underflow: float32 above 88.7228, below -87.34 (normal) and -103.97 (subnormal); exp2 at 128 and 127; float16
-# above 11.09; the largest float16; and far out, where sentinels and unsubtracted maxima give way.
+# Where exponentials overflow and underflow: float32 above 88.7228, below -87.34 (normal) and -103.97 (subnormal); exp2
+# at 128 and 127; float16 above 11.09; the largest float16; and far out, where sentinels and unsubtracted maxima give
+# way.
 LANDMARKS = (
     -2.5e5,
     -1e4,
@@ -204,13 +208,16 @@ LANDMARKS = (
 )
 
 
-# Equal scores so large that half an ulp of one is beyond exp's range: a difference of two roundings is then infinite (pytorch#121558). float16 holds no factors
-# of such a product; on a GPU, the kernels that ship are known to have this fault.
+# Equal scores so large that half an ulp of one is beyond exp's range: a difference of two roundings is then infinite
+# (pytorch#121558). float16 holds no factors of such a product; on a GPU, the kernels that ship are known to have this
+# fault.
 HUGE = 1e10
 
 
 def shifted(dtype: Dtype, device: Device) -> list[Case]:
-    """Every score moved to a landmark by one common shift: the exact output is that of the unshifted scores, up to rounding."""
+    """Every score moved to a landmark by one common shift: the exact output is that of the unshifted scores, up to
+    rounding.
+    """
     scores = (*LANDMARKS, HUGE, -HUGE) if device == "cpu" and dtype != "float16" else LANDMARKS
     return [
         Case(heads=1, queries=40, keys=70, dim=32, dtype=dtype, mask="causal", shift=score, seed=3) for score in scores
@@ -246,10 +253,13 @@ def bottom_right_pairs(dtype: Dtype, device: Device) -> list[Case]:
 
 def empty_rows(dtype: Dtype, device: Device) -> list[Case]:
     """Cases in which some queries see no key at all."""
-    return _lines(
-        "b1 h2 q140 k70 d64 causal-br\nb2 h1 q130 k1 d40 causal-br\nb1 h2 q260 k140 d32 blocks0.2 seed5\nb1 h1 q130 k130 d64 blocks0 seed6",
-        dtype,
-    )
+    text = """
+    b1 h2 q140 k70 d64 causal-br
+    b2 h1 q130 k1 d40 causal-br
+    b1 h2 q260 k140 d32 blocks0.2 seed5
+    b1 h1 q130 k130 d64 blocks0 seed6
+    """
+    return _lines(text, dtype)
 
 
 def shared_blocks(dtype: Dtype, device: Device) -> list[Case]:
@@ -295,7 +305,9 @@ def trained(dtype: Dtype, device: Device) -> list[Case]:
 
 
 def inferred(dtype: Dtype, device: Device) -> list[Case]:
-    """What is asked without gradients: a prompt and decoding, with several tiles of keys; and every option, which a path of its own may not be told."""
+    """What is asked without gradients: a prompt and decoding, with several tiles of keys; and every option, which a
+    path of its own may not be told.
+    """
     text = """
     b1 h1 q24 k24 d40 causal
     b1 h4/2 q20 k600 d64
@@ -322,7 +334,9 @@ def partly_trained(dtype: Dtype, device: Device) -> list[Case]:
 
 
 def general_position(dtype: Dtype, device: Device) -> list[Case]:
-    """Cases whose errors are independent of one another, so that their mean square is known; each brings out another rounding."""
+    """Cases whose errors are independent of one another, so that their mean square is known; each brings out another
+    rounding.
+    """
     sixteen_bit = """
     b1 h1 q32 k4000 d16           # many tiles of keys: what is summed in 16 bit between them
     b1 h1 q4000 k20 d16           # many tiles of queries
@@ -346,7 +360,9 @@ def general_position(dtype: Dtype, device: Device) -> list[Case]:
 
 
 def uniform(dtype: Dtype, device: Device) -> list[Case]:
-    """Keys that are few or not a whole tile, so that one key too many or too few is far outside the bound of their mean."""
+    """Keys that are few or not a whole tile, so that one key too many or too few is far outside the bound of their
+    mean.
+    """
     return _lines("b1 h4/2 q20 k16 d32\nb1 h1 q40 k64 d64\nb1 h1 q70 k70 d40 causal", dtype)
 
 
@@ -361,7 +377,9 @@ def zeros(dtype: Dtype, device: Device) -> list[Case]:
 
 
 def unity(dtype: Dtype, device: Device) -> list[Case]:
-    """Ordinary rows; rows with a sink, one score above the others by 8; and scores so large that every rounding of a maximum shows, in several tiles."""
+    """Ordinary rows; rows with a sink, one score above the others by 8; and scores so large that every rounding of a
+    maximum shows, in several tiles.
+    """
     text = """
     b1 h2/1 q64 k80 d32
     b1 h1 q140 k140 d64 causal
@@ -387,7 +405,9 @@ def batches(dtype: Dtype, device: Device) -> list[Case]:
 
 
 def allocated(dtype: Dtype, device: Device) -> list[Case]:
-    """Small tensors: an allocator hands small blocks out again. Lengths leave tails to be padded; a split of keys may have none that a query sees."""
+    """Small tensors: an allocator hands small blocks out again. Lengths leave tails to be padded; a split of keys may
+    have none that a query sees.
+    """
     return _lines("b1 h2 q65 k65 d64 causal\nb1 h1 q20 k70 d40\nb1 h1 q20 k300 d16 causal", dtype)
 
 
@@ -405,13 +425,15 @@ def memory(dtype: Dtype, device: Device) -> list[Case]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------------------------------- dealing
+# -------------------------------------------------------------------------------------------------------------- dealing
 
 
 def dealt(grid: Grid, cases: Sequence[Case], dtype: Dtype, among: Sequence[Dtype]) -> list[Case]:
-    """What one of several dtypes is given of a grid's cases, where all of them run one code (`Implementation.one_code`) and are verified in one run.
+    """What one of several dtypes is given of a grid's cases, where all of them run one code (`Implementation.one_code`)
+    and are verified in one run.
 
-    A shape of the ordinary grid runs in one of them, by its place in the list; all else, which rounding may fail too, runs in each.
+    A shape of the ordinary grid runs in one of them, by its place in the list; all else, which rounding may fail too,
+    runs in each.
     """
     if grid is not ordinary or len(among) < 2:
         return list(cases)
@@ -420,7 +442,8 @@ def dealt(grid: Grid, cases: Sequence[Case], dtype: Dtype, among: Sequence[Dtype
 
 
 def turned(grid: Grid, cases: Sequence[Case], turn: int) -> list[Case]:
-    """The cases in the order in which one of several implementations takes them: of the ordinary grid each begins elsewhere, the first at its beginning.
+    """The cases in the order in which one of several implementations takes them: of the ordinary grid each begins
+    elsewhere, the first at its beginning.
 
     Processes that verify them side by side then enclose different cases, and find what the others have enclosed.
     """
@@ -430,7 +453,7 @@ def turned(grid: Grid, cases: Sequence[Case], turn: int) -> list[Case]:
     return [*cases[start:], *cases[:start]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------------- search
+# --------------------------------------------------------------------------------------------------------------- search
 
 _EDGES = [edge + step for edge in (16, 32, 64, 128) for step in (-1, 0, 1)]
 _LENGTHS = st.one_of(st.integers(1, 40), st.sampled_from(_EDGES), st.integers(41, 140))
@@ -444,7 +467,8 @@ _SEVERAL_BLOCKS = st.sampled_from(
 )  # of 128 x 128 scores, so that whole tiles, and runs of them, are hidden
 _MAGNITUDES = st.sampled_from([0, -2, 2, 4, 6, -10]).map(lambda power: 2.0**power)
 _SHIFTS = st.sampled_from([0.0, -100.0, -300.0, 88.0, 100.0, 1e4, *LANDMARKS])
-# What a family's magnitude is, other than a factor of the queries: the lift of one score, the rise of all from first to last.
+# What a family's magnitude is, other than a factor of the queries: the lift of one score, the rise of all from first to
+# last.
 _LIFTS: dict[Family, tuple[float, ...]] = {
     "spike": (8.0, 30.0, 3.0, 12.0, -100.0, 1e4),
     "rising": (12.0, 3.0, 30.0, -12.0, 100.0, 1e3),
@@ -460,7 +484,9 @@ def _dims(supports: Supports) -> list[int]:
 
 @st.composite
 def drawn(draw: st.DrawFn, supports: Supports, dtype: Dtype) -> Case:
-    """A case that the claims cover. Small values first, so that a failure shrinks towards a small shape and an ordinary magnitude."""
+    """A case that the claims cover. Small values first, so that a failure shrinks towards a small shape and an ordinary
+    magnitude.
+    """
 
     def one_of(values: Iterable[object]) -> object:
         return draw(st.sampled_from(list(values)))

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -10,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flashproof.calling import Answer, TensorName
+from flashproof.calling import TENSORS, Answer, TensorName
 from flashproof.cases import Case, Inputs, inputs
 from flashproof.impls.spec import Arithmetic
-from flashproof.oracles import ball, bounds, verdict
+from flashproof.oracles import ball, bounds, naive, verdict
 from flashproof.oracles.naive import Attention
 from flashproof.oracles.problem import Problem
-from flashproof.reports.record import Certainty
+from flashproof.reports.record import Certainty, Element, figure
 
 CERTIFIED_PRODUCTS = 2**21  # batch x heads x queries x keys x dim up to which every element is enclosed in a ball
 SCORES_FOR_A_GPU = (
@@ -27,7 +28,7 @@ SAMPLED_FROM = 1024  # keys from which rows are sampled and enclosed beside the 
 
 @dataclass(frozen=True, eq=False)
 class Exact:
-    """The exact result of a case, what it may be off by, and the bound of one claim around it."""
+    """The exact result of a problem, what it may be off by, and the bound of one claim around it."""
 
     answer: Attention
     error: Attention  # of the oracle itself
@@ -36,6 +37,30 @@ class Exact:
     gates: bool  # whether the probabilistic bound gates too
     casts: list[Attention]  # what roundings to nearest, of weights and of the output in delta, do here
     certainty: Certainty
+
+    def on_cpu(self) -> "Exact":
+        """The same, moved to the CPU."""
+        return replace(
+            self,
+            answer=_on_cpu(self.answer),
+            error=_on_cpu(self.error),
+            bound=_on_cpu(self.bound),
+            statistical=_on_cpu(self.statistical),
+            casts=[_on_cpu(each) for each in self.casts],
+        )
+
+    def times(self, factor: float) -> "Exact":
+        """Of results that are a multiple of these."""
+
+        def multiple(answer: Attention) -> Attention:
+            return _each(answer, lambda tensor: factor * tensor)
+
+        def larger(answer: Attention) -> Attention:
+            return _each(answer, lambda tensor: abs(factor) * tensor)
+
+        parts = {"error": larger(self.error), "bound": larger(self.bound), "statistical": larger(self.statistical)}
+        casts = [multiple(each) for each in self.casts]
+        return Exact(multiple(self.answer), **parts, gates=self.gates, casts=casts, certainty=self.certainty)
 
 
 @dataclass(frozen=True)
@@ -59,44 +84,99 @@ class Judged:
         """Inside the bound, in every form that gates, and not leaning."""
         return self.worst_rho <= 1.0 and not (self.bias and self.bias.leans)
 
+    @property
+    def worst(self) -> verdict.Worst:
+        """The worst element by the bound whose rho is the larger."""
+        is_statistical = self.statistical is not None and not self.rho.value >= self.statistical.value
+        return self.statistical.worst if self.statistical is not None and is_statistical else self.rho.worst
+
+    def figures(self, note: str = "") -> dict[str, object]:
+        """The fields of a record that say all this. note: of the worst element."""
+        worst = self.worst
+        return {
+            "tensor": self.tensor,
+            "rho": figure(self.rho.value),
+            "rho_statistical": figure(self.statistical.value) if self.statistical else None,
+            "bias": self.bias.value if self.bias else None,
+            "bias_error": self.bias.standard_error if self.bias else None,
+            "bias_allowance": self.bias.allowance if self.bias else None,
+            "certainty": self.certainty,
+            "worst": Element(
+                index=worst.index,
+                got=figure(worst.got),
+                exact=figure(worst.exact),
+                error=figure(worst.error),
+                bound=figure(worst.bound),
+                note=note,
+            ),
+        }
+
 
 def exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
-    """What a case is judged by. Remembered, since every implementation and several checks ask for the same; of the long ones, which are large, only a few."""
+    """What a case is judged by. Remembered, since every implementation and several checks ask for the same.
+
+    Of the long ones, which are large, only a few are remembered.
+    """
     if case.batch * case.heads * case.queries * case.keys >= SCORES_FOR_A_GPU:
         return _exact_long(case, arithmetic, device)
     return _exact_short(case, arithmetic, "cpu")
 
 
 def _exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
-    """The exact result of a case and the bound of a claim: certified when small, float64 with its own bound otherwise, sampled rows when long.
+    """The exact result of a case and the bound of a claim.
 
-    The result is on the CPU, whatever the device: that is where they are compared. Only long sequences are computed on a GPU, since many processes share it
-    and a small step waits longer for its turn than it takes.
+    Small problems are certified, others are float64's with its own bound, of long ones some rows are enclosed. The
+    result is on the CPU, whatever the device: that is where they are compared. Only long sequences are computed on a
+    GPU, since many processes share it and a small step waits longer for its turn than it takes.
     """
     problem = inputs(case, device).problem(case)
-    if case.batch * case.heads * case.queries * case.keys * case.dim <= CERTIFIED_PRODUCTS:
-        return _bounded(problem, arithmetic, _enclosed(case))
-    bounded = _bounded(problem, arithmetic)
+    if is_certified(problem):
+        return exact_of(problem, arithmetic, _enclosed(case)).on_cpu()
+    bounded = exact_of(problem, arithmetic).on_cpu()
     if case.keys >= SAMPLED_FROM:
         _check_sampled_rows(case, problem, bounded)
         return replace(bounded, certainty="sampled")
     return bounded
 
 
-def _bounded(problem: Problem, arithmetic: Arithmetic, enclosed: tuple[Attention, Attention] | None = None) -> Exact:
-    """The bound around the enclosed result, or around that of float64, which has a bound of its own, whatever the problem."""
+def is_certified(problem: Problem, most: int = CERTIFIED_PRODUCTS) -> bool:
+    """Whether a problem is so small that every element is enclosed in a ball."""
+    batch, heads, queries, dim = problem.query.shape
+    return batch * heads * queries * problem.key.shape[2] * dim <= most
+
+
+def exact_of(
+    problem: Problem,
+    arithmetic: Arithmetic,
+    enclosed: tuple[Attention, Attention] | None = None,
+    *,
+    backward: bool = True,
+) -> Exact:
+    """The bound of a claim around the enclosed result, or around that of float64, which has a bound of its own.
+
+    It stays on the problem's device. enclosed: the exact result and what it may be off by, on the CPU. backward:
+    whether gradients are asked for; they are 0 otherwise.
+    """
     claim = bounds.Claim(arithmetic)
-    evaluation = bounds.evaluate(problem, [claim, bounds.without_casts(claim), *([] if enclosed else [bounds.FLOAT64])])
-    bound, statistical, *own = (_on_cpu(each) for each in evaluation.bounds)
-    answer, error = enclosed or (_on_cpu(evaluation.answer), own[0])
-    casts = [_on_cpu(each) for each in evaluation.casts_of(arithmetic)]
+    claims = [claim, bounds.without_casts(claim)]
+    share = None if enclosed else bounds.share(problem, bounds.FLOAT64, claims[1])
+    if not enclosed and share is None:
+        claims.append(bounds.FLOAT64)
+    evaluation = bounds.evaluate(problem, claims, backward=backward)
+    bound, statistical, *own = evaluation.bounds
+    if enclosed:
+        device = problem.query.device
+        answer, error = (_each(part, lambda tensor: tensor.to(device)) for part in enclosed)
+    else:
+        answer = evaluation.answer
+        error = own[0] if share is None else _each(statistical, lambda tensor: share * tensor)
     return Exact(
         answer,
         error,
         bound,
         statistical,
         bounds.has_statistical_gate(problem, arithmetic),
-        casts,
+        evaluation.casts_of(arithmetic),
         "certified" if enclosed else "bounded",
     )
 
@@ -109,7 +189,10 @@ _shared: Path | None = None
 
 
 def share(folder: Path) -> None:
-    """Names the folder in which the processes of a run leave one another the enclosures, which take most of an oracle's time."""
+    """Names the folder in which the processes of a run leave one another the enclosures.
+
+    They take most of an oracle's time.
+    """
     global _shared  # noqa: PLW0603
     _shared = folder
 
@@ -118,7 +201,10 @@ _asked: set[str] = set()
 
 
 def _is_first(question: str) -> bool:
-    """Whether no process of this run has asked this before. Each computes the same float64 answer, so one of them holds it against a ball."""
+    """Whether no process of this run has asked this before.
+
+    Each computes the same float64 answer, so one of them holds it against a ball.
+    """
     if question in _asked:
         return False
     _asked.add(question)
@@ -138,32 +224,56 @@ def _enclosed(case: Case) -> tuple[Attention, Attention]:
     if path and path.exists():
         tensors = torch.load(path, weights_only=True)
         return Attention(*tensors[:5]), Attention(*tensors[5:])
-    enclosure = ball.attention(inputs(case).problem(case))
-    balls = [getattr(enclosure, name) for name in ("out", "lse", "dq", "dk", "dv")]
-    mid, radius = [each.mid for each in balls], [each.radius for each in balls]
+    mid, radius = enclose(inputs(case).problem(case))
     if path and path.parent.is_dir():
         half = path.with_suffix(f".{os.getpid()}")
-        torch.save(mid + radius, half)
+        torch.save([getattr(part, name) for part in (mid, radius) for name in TENSORS], half)
         half.replace(path)  # whole or not at all
-    return Attention(*mid), Attention(*radius)
+    return mid, radius
+
+
+def enclose(problem: Problem, *, backward: bool = True) -> tuple[Attention, Attention]:
+    """The exact result, enclosed in balls, and their radii. On the CPU. backward: as of `exact_of`."""
+    enclosure = ball.attention(problem) if backward else ball.forward(problem)
+    nothing = naive.empty_answer(problem)
+    balls = [getattr(enclosure, name, ball.Ball(*[getattr(nothing, name).cpu()] * 2)) for name in TENSORS]
+    return Attention(*(each.mid for each in balls)), Attention(*(each.radius for each in balls))
+
+
+def _each(answer: Attention, change: Callable[[Tensor], Tensor]) -> Attention:
+    return Attention(*(change(getattr(answer, name)) for name in TENSORS))
 
 
 def _on_cpu(answer: Attention) -> Attention:
-    return Attention(*(tensor.cpu() for tensor in (answer.out, answer.lse, answer.dq, answer.dk, answer.dv)))
+    return _each(answer, Tensor.cpu)
 
 
 def _check_sampled_rows(case: Case, problem: Problem, truth: Exact) -> None:
-    """The float64 oracle, held against balls at the rows where tiles begin and end. A disagreement is a fault of the suite and ends the run."""
-    length = case.queries
-    rows = sorted({row for row in (0, 1, 63, 64, length // 2, length - 2, length - 1) if 0 <= row < length})
+    """The float64 oracle, held against balls at the rows where tiles begin and end.
+
+    A disagreement is a fault of the suite and ends the run.
+    """
     if _is_first(f"{case} on {problem.query.device.type}"):
-        check_rows(problem, truth.answer, truth.error, 0, case.heads - 1, rows)
+        check_rows(problem, truth.answer, truth.error, 0, case.heads - 1, sampled_rows(case.queries))
 
 
-def check_rows(problem: Problem, answer: Attention, error: Attention, batch: int, head: int, rows: list[int]) -> None:
+def sampled_rows(length: int) -> list[int]:
+    """The rows of a long sequence that are enclosed: where tiles begin and end."""
+    return sorted({row for row in (0, 1, 63, 64, length // 2, length - 2, length - 1) if 0 <= row < length})
+
+
+def check_rows(
+    problem: Problem,
+    answer: Attention,
+    error: Attention,
+    batch: int,
+    head: int,
+    rows: list[int],
+    names: tuple[TensorName, ...] = ("out", "lse", "dq"),
+) -> None:
     """Raises AssertionError if a row of the float64 oracle lies outside its own bound around the ball."""
     enclosed = ball.rows(problem, batch, head, torch.tensor(rows))
-    for name in ("out", "lse", "dq"):
+    for name in names:
         sure = getattr(enclosed, name)
         ours, allowed = getattr(answer, name)[batch, head, rows].cpu(), getattr(error, name)[batch, head, rows].cpu()
         apart = torch.where(ours == sure.mid, 0.0, (ours - sure.mid).abs() - sure.radius)
@@ -176,24 +286,42 @@ def check_rows(problem: Problem, answer: Attention, error: Attention, batch: int
 def judge(
     answer: Answer, case: Case, arithmetic: Arithmetic, names: tuple[TensorName, ...], given: Inputs | None = None
 ) -> list[Judged]:
-    """The verdict on each of the named tensors that the answer has. `given`: the tensors that it answered, where they are not the case's own."""
-    truth = _bounded(given.problem(case), arithmetic) if given else exact(case, arithmetic, answer["out"].device.type)
-    verdicts = [_judge_tensor(answer[name].cpu(), name, truth) for name in names if name in answer]
+    """The verdict on each of the named tensors that the answer has.
+
+    given: the tensors that it answered, where they are not the case's own.
+    """
+    if given:
+        truth = exact_of(given.problem(case), arithmetic).on_cpu()
+    else:
+        truth = exact(case, arithmetic, answer["out"].device.type)
+    verdicts = [judge_tensor(answer[name].cpu(), name, truth) for name in names if name in answer]
     if truth.certainty == "sampled":
         _check_worst_row(verdicts, case, truth)
     return verdicts
 
 
 def _check_worst_row(verdicts: list[Judged], case: Case, truth: Exact) -> None:
-    """Holds the oracle against balls at the row where the kernel is furthest off. Gradients of keys have no rows of their own to enclose."""
+    """Holds the oracle against balls at the row where the kernel is furthest off.
+
+    Gradients of keys have no rows of their own to enclose.
+    """
+    place = worst_row(verdicts)
+    if place and _is_first(f"{case} at {place}"):
+        batch, head, row = place
+        check_rows(inputs(case).problem(case), truth.answer, truth.error, batch, head, [row])
+
+
+def worst_row(verdicts: Sequence[Judged]) -> tuple[int, int, int] | None:
+    """The batch, head and query where an answer is furthest off, of the tensors that have such rows."""
     by_rows = [judged for judged in verdicts if judged.tensor in ("out", "lse", "dq")]
-    if by_rows:
-        batch, head, row = place = max(by_rows, key=lambda judged: judged.rho.value).rho.worst.index[:3]
-        if _is_first(f"{case} at {place}"):
-            check_rows(inputs(case).problem(case), truth.answer, truth.error, batch, head, [row])
+    if not by_rows:
+        return None
+    batch, head, row = max(by_rows, key=lambda judged: judged.rho.value).rho.worst.index[:3]
+    return batch, head, row
 
 
-def _judge_tensor(actual: Tensor, name: TensorName, truth: Exact) -> Judged:
+def judge_tensor(actual: Tensor, name: TensorName, truth: Exact) -> Judged:
+    """The verdict on one tensor of an answer, on the device of the exact result."""
     true, error, bound, statistical = (
         getattr(part, name) for part in (truth.answer, truth.error, truth.bound, truth.statistical)
     )
@@ -209,10 +337,15 @@ def _judge_tensor(actual: Tensor, name: TensorName, truth: Exact) -> Judged:
 
 
 def describe_row(case: Case, device: str, index: tuple[int, ...], tensor: TensorName) -> str:
-    """In words, what the row of an element of out, lse or dq looks like: how many keys it sees and how much its heaviest holds."""
-    if tensor in ("dk", "dv"):
-        return ""
-    problem = inputs(case, device).problem(case)
+    """In words, what the row of an element of out, lse or dq looks like.
+
+    It says how many keys the row sees and how much its heaviest holds.
+    """
+    return "" if tensor in ("dk", "dv") else describe(inputs(case, device).problem(case), index)
+
+
+def describe(problem: Problem, index: tuple[int, ...]) -> str:
+    """In words, what the row of a query looks like. index: batch, head, query and what follows."""
     batch, head, row = index[:3]
     query = problem.query[batch, head, row].to(torch.float64)
     key = problem.key[batch, head // problem.groups].to(torch.float64)

@@ -17,7 +17,7 @@ def parameters(session: Session, metafunc: pytest.Metafunc) -> list[object]:
     selection = session.selection
     targets = [target for target in selection.targets if selection.covers(check, target)]
     for target in selection.targets:
-        if target in targets or selection.cases:
+        if target in targets or selection.cases or selection.quick:
             continue
         if check.claims or check.grid(target.dtype, target.device):
             session.absences.append(

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from flashproof.loading import is_external
 from flashproof.reports import wording
 from flashproof.reports.record import Judgement
 from flashproof.sandbox.pool import Pool
 from flashproof.session import POOL_SIZE, PoolRun, Session, left_by_a_crash, processes
-from flashproof.targets import is_external
 
 
 def choose(config: pytest.Config) -> None:

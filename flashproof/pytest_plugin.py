@@ -1,7 +1,8 @@
 """The pytest plugin: hooks only.
 
-pytest loads it wherever flashproof is installed. It does nothing, and loads neither PyTorch nor a kernel, unless `--impl`
-is given or a check is collected. Then it registers `Verification`, which holds the other hooks and the fixtures.
+pytest loads it wherever flashproof is installed. It does nothing, and loads neither PyTorch nor a kernel, unless
+`--impl` is given or a check is collected. Then it registers `Verification`, which holds the other hooks and the
+fixtures.
 """
 
 import argparse
@@ -53,6 +54,11 @@ def add_options(parser: pytest.Parser) -> None:
     add("--device", "only on this device: cpu or cuda", metavar="DEVICE")
     add("--case", "only this case, as a report prints it, by every check; repeatable", metavar="LINE", **many)
     add(
+        "--quick",
+        "a few checks and cases that find most faults within seconds; no whole verification",
+        action="store_true",
+    )
+    add(
         "--search", "how much each search tries: cases (5000) or time (30s, 10m, 8h); Ctrl-C ends all", metavar="BUDGET"
     )
     add("--time-limit", "for one call of an external kernel, with its backward", metavar="SECONDS", type=_seconds)
@@ -85,14 +91,14 @@ def is_clone(config: pytest.Config) -> bool:
     return config.rootpath / "flashproof" == PACKAGE
 
 
-def _is_asked_for(config: pytest.Config) -> bool:
+def is_asked_for(config: pytest.Config) -> bool:
     return any(getattr(config.option, f"flashproof_{name}", None) for name in ("impl", "case", "search", "worker"))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object]:
     """Gives a run with an external kernel workers in place of the processes of pytest-xdist, before that one looks."""
-    if _is_asked_for(config):
+    if is_asked_for(config):
         from flashproof.processes import choose
 
         choose(config)
@@ -102,7 +108,7 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Says how many processes `-n auto` means."""
-    if not _is_asked_for(config) and not is_clone(config):
+    if not is_asked_for(config) and not is_clone(config):
         return None
     from flashproof.processes import automatic
 
@@ -112,7 +118,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Prepares a verification if one is asked for."""
-    if _is_asked_for(config) or is_clone(config):
+    if is_asked_for(config) or is_clone(config):
         activate(config)
 
 
@@ -135,7 +141,7 @@ def pytest_collection(session: pytest.Session) -> bool | None:
     config = session.config
     if config.getoption("benchmark_only", default=False):
         return None
-    if config.args_source is pytest.Config.ArgsSource.ARGS or not _is_asked_for(config):
+    if config.args_source is pytest.Config.ArgsSource.ARGS or not is_asked_for(config):
         return None
     if config.pluginmanager.has_plugin("dsession"):  # the processes of pytest-xdist collect
         return None
@@ -246,6 +252,14 @@ class Verification:
         from flashproof.processes import run_in_workers
 
         return run_in_workers(self.session, session)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        """Begins no further check once the time of a quick run is over."""
+        if self.session.clock and self.session.clock.is_over:
+            from flashproof.quick import LATE
+
+            pytest.skip(LATE)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:

@@ -1,7 +1,8 @@
-"""How long Hypothesis searches: ten cases, the same every time, or as long as one lets it.
+"""How long Hypothesis searches: by default ten cases, always the same ones.
 
-`--hypothesis-profile dev | ci | thorough` says how; `--search 5000`, `30s`, `10m` or `8h` sets the cases or the time of each search, and is thorough. The first
-Ctrl-C then ends all searches, in every process of the run, with what they have found; the second breaks off.
+`--hypothesis-profile dev | ci | thorough` names a profile. `--search 5000`, `30s`, `10m` or `8h` sets the cases or the
+time of each search, and searches thoroughly. The first Ctrl-C then ends the searches in every process of the run, with
+what they have found. The second one ends the run.
 """
 
 import re
@@ -57,7 +58,7 @@ _is_main = True  # and the process that takes it away
 
 
 def begin(budget: Budget, run: str, *, is_main: bool) -> None:
-    """Sets what each search of this run may take, in every process of it. In the main one, the first Ctrl-C ends the searches."""
+    """Sets what each search of this run may take. In the main process, the first Ctrl-C ends the searches."""
     global _asked, _stop, _is_main
     _asked, _stop, _is_main = budget, Path(tempfile.gettempdir()) / f"flashproof-{run}.stop", is_main
     signal.signal(signal.SIGINT, _end if is_main else signal.SIG_IGN)
@@ -109,8 +110,8 @@ class Search:
     def decorated(self, test: Test) -> Test:
         """One run of Hypothesis.
 
-        Deadlines are off, since a first call may compile a kernel. No database: an example of one kernel would be replayed on the next; what is found is
-        pinned as a line of a grid.
+        It has no deadlines, since a first call may compile a kernel. It has no database, since an example of one kernel
+        would be replayed on the next; what is found is pinned as a line of a grid.
         """
         return settings(
             max_examples=self.examples or ROUND,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from flashproof import grids, targets
+from flashproof import grids, loading, quick, targets
 from flashproof.cases import Case, inputs, not_claimed
 from flashproof.impls.catalogue import close
 from flashproof.impls.spec import DTYPES, Device, Dtype
@@ -25,18 +25,19 @@ BYTES_OF_A_NUMBER = 40  # while tensors are made: 64-bit random words, their sum
 
 @dataclass(eq=False)
 class Selection:
-    """What the command line, or a caller, asks for. Raises ValueError and what `targets.load` raises."""
+    """What the command line, or a caller, asks for. Raises ValueError and what `loading.load` raises."""
 
     names: list[str]  # as given: names, globs; empty for the whole catalogue
     dtypes: list[Dtype] = field(default_factory=lambda: list(DTYPES))
     device: Device | None = None
     cases: list[Case] = field(default_factory=list)  # instead of those of the grids
     by_name: bool = False  # whether tests were chosen by name, so that shares of other dtypes may be missing
+    quick: bool = False  # whether a few checks and cases stand for all of them
     loaded: list[Loaded] = field(init=False)
     targets: list[Target] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.names = list(dict.fromkeys(map(targets.spelled, self.names)))
+        self.names = list(dict.fromkeys(map(loading.spelled, self.names)))
         if self.cases:
             self.dtypes = list(dict.fromkeys(case.dtype for case in self.cases))
         self.loaded = targets.load_selected(self.names)
@@ -48,7 +49,7 @@ class Selection:
     @property
     def is_whole(self) -> bool:
         """Whether nothing narrows what is verified of the implementations."""
-        return not (self.cases or self.by_name or self.device) and set(self.dtypes) == set(DTYPES)
+        return not (self.cases or self.by_name or self.device or self.quick) and set(self.dtypes) == set(DTYPES)
 
     @property
     def external(self) -> list[str]:
@@ -59,10 +60,13 @@ class Selection:
         """The cases of a check that the target claims; its share, where dtypes with shared code share them."""
         if target.implementation is None:
             return []
-        about = (check.grid, str(target))
+        about = (check.name if self.quick else check.grid, str(target))
         if about not in self._claimed:
             chosen = [case for case in self.cases if case.dtype == target.dtype]
             grid = chosen if self.cases else check.grid(target.dtype, target.device)
+            if self.quick:
+                alike = [one.dtype for one in self.targets if (one.name, one.device) == (target.name, target.device)]
+                grid = quick.cases(check.name, grid, target.dtype, alike)
             claimed = [case for case in grid if not_claimed(case, target.implementation.supports) is None]
             names = list(dict.fromkeys(other.name for other in self.targets))
             dealt = grids.dealt(check.grid, claimed, target.dtype, self._sharing(target))
@@ -73,14 +77,14 @@ class Selection:
         """Whether a check is run for a target: it claims what the check needs, and one of its cases at least."""
         if target.implementation is None:
             return True
-        if self.cases and not check.single:
+        if (self.cases and not check.single) or (self.quick and check.name not in quick.CHECKS):
             return False
         supports = target.implementation.supports
         return all(getattr(supports, claim) for claim in check.claims) and bool(self.cases_of(check, target))
 
     def _sharing(self, target: Target) -> list[Dtype]:
         """The dtypes of this run that share the target's code. None where cases or tests are chosen."""
-        if self.cases or self.by_name or not target.implementation:
+        if self.cases or self.by_name or self.quick or not target.implementation:
             return []
         alike = target.implementation.one_code(target.device)
         return [dtype for dtype in self.dtypes if dtype in alike] if target.dtype in alike else []
@@ -92,7 +96,7 @@ def parse_dtypes(words: Sequence[str]) -> list[Dtype]:
     for word in words:
         name = ALIASES.get(word, word.removeprefix("torch."))
         if name not in DTYPES:
-            raise ValueError(f"{word!r} is unknown{close(word, DTYPES)}; give {', '.join(DTYPES)}")
+            raise ValueError(f"{word!r} is unknown{close(word, [*DTYPES, *ALIASES])}; give {', '.join(DTYPES)}")
         found.append(next(dtype for dtype in DTYPES if dtype == name))
     return list(dict.fromkeys(found)) or list(DTYPES)
 

@@ -4,21 +4,22 @@ import os
 import shutil
 import tempfile
 import tomllib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 import pytest
 import torch
 from threadpoolctl import threadpool_limits
 
-from flashproof import judging, search
+from flashproof import judging, quick, search
 from flashproof.environment import environment, run_name
 from flashproof.impls.spec import Device, Implementation
+from flashproof.loading import is_external
 from flashproof.registry import Check, check_of
 from flashproof.reports import wording
 from flashproof.reports.evidence import size, worst_rho
@@ -29,11 +30,12 @@ from flashproof.sandbox.worker import Worker
 from flashproof.selection import Selection, parse_case, parse_device, parse_dtypes
 from flashproof.settings import Settings
 from flashproof.subject import Subject
-from flashproof.targets import Target, is_external
+from flashproof.targets import Target
 
 CATALOGUE_DEFECTS = Path(__file__).parent / "tests" / "known_defects.toml"
 TIME_LIMITS: dict[Device, float] = {"cpu": 30.0, "cuda": 120.0}  # a call may compile; the first has twice as long
 PROCESSES_ON_A_GPU = 16  # that share one GPU: they spend most of their time compiling kernels
+NOT_ANSWERED = "not run: {} answers no call"
 
 Role = Literal["main", "process", "worker"]  # a process of pytest-xdist; a worker of the pool
 
@@ -58,7 +60,10 @@ class Session:
         self.written = 0
         self.passed: dict[str, int] = {}
         self.refused: dict[tuple[str, str], list[str]] = {}  # what an implementation said when it declined, by dtype
+        self.left_out: dict[tuple[str, Device], str] = {}  # implementations that answer no call there, and how it ends
         self.found: dict[tuple[str, str], Judgement] = {}  # the worst that a search found, by dtype
+        self.listeners: list[Callable[[Record], None]] = []  # are told each record that is written
+        self.command = ""  # what started the run, if not pytest
         with named("[tool.flashproof]"):
             self.settings = Settings.of(config.rootpath)
         self._read_options()
@@ -90,15 +95,18 @@ class Session:
             device = parse_device(getattr(self.config.option, "flashproof_device", None))
         self.asked = bool(given("impl") or cases)  # a verification: the tests of the suite itself stay out
         by_name = bool(self.config.getoption("keyword")) or any("::" in str(word) for word in self.config.args)
+        is_quick = bool(getattr(self.config.option, "flashproof_quick", False)) and not cases
+        self.clock = quick.Clock() if is_quick else None  # of a quick run
         with named("--impl"):
-            self.selection = Selection(given("impl"), dtypes, device, cases, by_name)
+            self.selection = Selection(given("impl"), dtypes, device, cases, by_name, is_quick)
         records = getattr(self.config.option, "flashproof_records", None)
         report = getattr(self.config.option, "flashproof_report", None)
         folder = Path(report) / "runs" if report else self.settings.records
         with named("--records"):
             self.path = _writable(Path(records)) if records else folder / f"{self.run}.jsonl"
         # Records that go to a place of their own become part of a report when somebody asks for it.
-        self.site = Path(report) if report else None if records else self.settings.report
+        # A quick run would take as long again to write one.
+        self.site = Path(report) if report else None if records or self.clock else self.settings.report
 
     def _defects(self) -> list[dict[str, str]]:
         files = [CATALOGUE_DEFECTS, self.settings.known_defects]
@@ -141,13 +149,16 @@ class Session:
         check = check_of(getattr(item, "function", None))
         assert check is not None
         assert target.implementation is not None
+        if (target.name, target.device) in self.left_out:
+            pytest.skip(NOT_ANSWERED.format(target.name))
         begin = self.worker.after + 1 if self.worker else 0
+        cases = self.selection.cases_of(check, target)[begin:]
         return Subject(
             implementation=target.implementation,
             dtype=target.dtype,
             device=target.device,
             check=check.name,
-            cases=self.selection.cases_of(check, target)[begin:],
+            cases=self.clock.limited(cases) if self.clock else cases,
             run=self.run,
             emit=lambda record: self.attach(item, record),
             defect=self.defect(check, target),
@@ -176,6 +187,8 @@ class Session:
             # that wait for kernels that hang.
             is_short = item.get_closest_marker("gpu") is not None and item.path.parent.name != "sandbox"
             return (False, "last" if is_short else "", 0, "", 0)
+        if self.clock:
+            return (False, target.device, quick.place(check.name), target.dtype, 0)
         passes = 2 if "backward" in check.claims else 1
         cases = len(self.selection.cases_of(check, target))
         if target.device == "cpu" and not self.uses_pool:
@@ -185,6 +198,14 @@ class Session:
         # On a GPU, items go to the processes one by one: a forward finds the kernels that its backward compiled. An
         # external kernel has its dtypes in turn, since a fault may be one dtype's, and begins with the early checks.
         return (self.uses_pool and not check.early, target.device, -passes * cases, "", 0)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the run verifies all that its implementations claim: neither it nor pytest leaves anything out."""
+        options = ("markexpr", "deselect", "lf", "stepwise", "maxfail", "ignore", "ignore_glob")
+        narrowed = any(self.config.getoption(name, default=None) for name in options)
+        paths = self.config.args_source is pytest.Config.ArgsSource.ARGS
+        return self.asked and self.selection.is_whole and not (narrowed or paths or self.times)
 
     @property
     def orders(self) -> bool:
@@ -216,13 +237,19 @@ class Session:
     def record(self, record: Record) -> None:
         """Writes a record, behind the environment that the file begins with."""
         if not self.written:
-            append(self.path, environment(self.run, whole=self.selection.is_whole and self.asked))
+            append(self.path, environment(self.run, whole=self.is_whole, command=self.command))
         append(self.path, record)
         self.written += 1
+        for listener in self.listeners:
+            listener(record)
         if not isinstance(record, Judgement):
             return
         if record.status == "passed":
             self.passed[record.implementation] = self.passed.get(record.implementation, 0) + 1
+        if record.of_every_call and not self.passed.get(record.implementation):
+            # A refusal is of one device; a function that returns no tensor does so on any.
+            for device in (record.device,) if record.status == "refused" else get_args(Device):
+                self.left_out.setdefault((record.implementation, device), record.message)
         if record.status == "refused":
             self.refused.setdefault((record.implementation, record.dtype), []).append(record.message)
         if record.check.endswith("_search") and record.rho is not None:
@@ -258,13 +285,16 @@ class Session:
             if isinstance(absence, Absence) and absence not in self.absences:
                 self.absences.append(absence)
 
-    def close(self) -> None:
-        """Writes the last records: what the implementations claim, and what was not verified."""
+    def close(self, *, ended: bool = True) -> None:
+        """Writes the last records: what the implementations claim, and what was not verified.
+
+        ended: whether every check was run that was collected.
+        """
         if not self.written:
             return
         for loaded in self.selection.loaded:
             if loaded.implementation is not None:
-                self.record(_claim(self.run, loaded.implementation))
+                self.record(_claim(self.run, loaded.implementation, ended=ended))
         for absence in self.absences:
             self.record(absence)
 
@@ -291,6 +321,13 @@ class PoolRun:
         """The external kernel of a check."""
         target = target_of(item)
         return target.name if target and is_external(target.name) else ""
+
+    def left_out(self, item: pytest.Item) -> str:
+        """Why a check is not to be run, if nothing can come of it."""
+        target = target_of(item)
+        if target is None or (target.name, target.device) not in self.session.left_out:
+            return ""
+        return NOT_ANSWERED.format(target.name)
 
     def cases(self, item: pytest.Item) -> list[str]:
         """The case lines of a check."""
@@ -382,7 +419,7 @@ def _writable(path: Path) -> Path:
     return path
 
 
-def _claim(run: str, implementation: Implementation) -> Claim:
+def _claim(run: str, implementation: Implementation, *, ended: bool) -> Claim:
     supports = implementation.supports
     return Claim(
         run=run,
@@ -395,5 +432,6 @@ def _claim(run: str, implementation: Implementation) -> Claim:
             for device in supports.devices
         },
         bare=implementation.bare,
+        ended=ended,
         one_code={device: list(dtypes) for device in supports.devices if (dtypes := implementation.one_code(device))},
     )

@@ -1,4 +1,12 @@
-"""The table `[tool.flashproof]` of the caller's pyproject.toml: where records and reports go, and known defects."""
+"""The table `[tool.flashproof]` of the caller's pyproject.toml.
+
+    [tool.flashproof]
+    report = "flashproof-report"                # the folder of the report; report/index.html is its first page
+    records = "flashproof-report/runs"          # the folder of the records, one file for each run
+    known_defects = "known_defects.toml"        # what is known to fail, in the format of tests/known_defects.toml
+
+Each key may be left out. The options `--report` and `--records` of a run go before the table.
+"""
 
 import tomllib
 from dataclasses import dataclass, fields
@@ -25,9 +33,12 @@ class Settings:
         table: dict[str, object] = {}
         if path.is_file():
             try:
-                table = tomllib.loads(path.read_text()).get("tool", {}).get("flashproof", {})
+                found_table = tomllib.loads(path.read_text()).get("tool", {}).get("flashproof", {})
             except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
                 raise ValueError(f"{path}: cannot be read ({error})") from error
+            if not isinstance(found_table, dict):
+                raise ValueError(f"{path}: tool.flashproof is {found_table!r}; give a table, [tool.flashproof]")
+            table = found_table
         names = [field.name for field in fields(cls)]
         for key, value in table.items():
             if key not in names:

@@ -1,7 +1,7 @@
 """The subject of a check: one implementation, one dtype, one device.
 
-It runs the implementation on cases, judges the answers, records them, and says what failed. A check says what to do with
-each case, never for which implementation.
+It runs the implementation on cases, judges the answers, records them, and says what failed. A check says what to do
+with each case, never for which implementation.
 """
 
 import math
@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 
 @dataclass(eq=False)
 class Subject:
-    """What a check is given. `cases` are those of the check's grid that the implementation claims, or the one of the command line."""
+    """What a check is given. `cases` are those of its grid that the implementation claims, or those of --case."""
 
     implementation: Implementation
     dtype: Dtype
@@ -71,7 +71,7 @@ class Subject:
 
     @property
     def without_lse(self) -> Implementation:
-        """The implementation as it is called for the output alone, which is how it is called most: that may be another kernel."""
+        """The implementation, called for the output alone. This is the usual call, and may run another kernel."""
         return replace(self.implementation, supports=replace(self.implementation.supports, lse=False))
 
     # ------------------------------------------------------------------------------------------------ figures
@@ -84,7 +84,10 @@ class Subject:
         axes: dict[str, float] | None = None,
         called: Implementation | None = None,
     ) -> list[Judged]:
-        """Runs the case and judges the named tensors by rho and bias. Empty when the kernel refused or failed to answer. called: as of `attend`."""
+        """Runs a case and judges the named tensors by rho and bias. Empty if the kernel refused or failed to answer.
+
+        called: as in `attend`.
+        """
         answer = self.attend(case, backward=not set(names) <= set(FORWARD), called=called)
         return [] if answer is None else self.judge_answer(answer, case, names, axes=axes)
 
@@ -98,7 +101,9 @@ class Subject:
         given: Inputs | None = None,
         note: str = "",
     ) -> list[Judged]:
-        """Judges tensors that a kernel answered for a case, or for its shape and mask with the tensors `given`. note: a failure's further words."""
+        """Judges an answer to a case, or to its shape and mask with the tensors `given`. note: further words of a
+        failure.
+        """
         arithmetic = self.implementation.arithmetic(self.dtype, self.device)
         verdicts = judging.judge(answer, case, arithmetic, names, given)
         for judged in verdicts:
@@ -108,7 +113,10 @@ class Subject:
     def attend(
         self, case: Case, *, backward: bool, given: Inputs | None = None, called: Implementation | None = None
     ) -> Answer | None:
-        """The answer to a case, or None when it was refused or failed; either is recorded. `given` replaces the case's own tensors, `called` what is called."""
+        """The answer to a case, or None if it was refused or failed; both are recorded.
+
+        given: tensors in place of the case's own. called: what is called in place of the implementation.
+        """
         answer = self._tried(
             case,
             lambda: attend(
@@ -130,8 +138,11 @@ class Subject:
         under: Callable[[], AbstractContextManager[object]] = nullcontext,
         leaves: tuple[Tensor, ...] | None = None,
     ) -> Forward | None:
-        """The forward alone of a call, whose backward may follow. wanted: which gradients; under: what the call stands in; leaves: those of an earlier call,
-        which hold the values of `given`. None as of `attend`."""
+        """The forward of a call, whose backward may follow, or None as in `attend`.
+
+        wanted: the gradients that will be asked for. under: what the call stands in, as in `torch.no_grad`. leaves: the
+        tensors of an earlier call, which hold the values of `given`.
+        """
         return self._tried(
             case,
             lambda: forward(
@@ -140,7 +151,10 @@ class Subject:
         )
 
     def backward(self, call: Forward | None, *, dout: Tensor | None = None, keep: bool = False) -> Answer | None:
-        """The backward of a call, with another output gradient if that is given. keep: there may be another backward. None as of `attend`."""
+        """The backward of a call, or None as in `attend`.
+
+        dout: another output gradient. keep: there may be another backward.
+        """
         if call is None or not self._carries_gradient(call.case, call.carries_gradient):
             return None
         return self._tried(call.case, lambda: go_back(call, dout=dout, keep=keep))
@@ -151,9 +165,9 @@ class Subject:
             return run()
         except Refused as refusal:
             self.refusals.append(str(refusal))
-            self._emit(case, "refused", message=str(refusal))
+            self._emit(case, "refused", message=str(refusal), of_every_call=refusal.of_every_call)
         except Fault as fault:
-            self.fail(case, str(fault))
+            self.fail(case, str(fault), of_every_call=fault.of_every_call)
             self._end_if_spoilt(fault)
         return None
 
@@ -182,7 +196,10 @@ class Subject:
         return carries
 
     def is_slow(self, case: Case, *, backward: bool) -> bool:
-        """Whether a long sequence takes a tenth of a second or more, twice: the first call may have compiled. The next one takes about ten times as long."""
+        """Whether a long sequence takes a tenth of a second or more, twice: the first call may have compiled.
+
+        The next longer sequence takes about ten times as long.
+        """
         if case.queries < LONG:
             return False
         return all(
@@ -192,7 +209,7 @@ class Subject:
     # ------------------------------------------------------------------------------------------------ properties
 
     def expect(self, holds: bool, case: Case, message: str, **fields: object) -> None:
-        """Records a property that holds or not. `message` says what is wrong when it does not. fields: what else the record holds."""
+        """Records whether a property holds. message: what is wrong if it does not. fields: what else the record holds."""
         if holds:
             self.judged += 1
             self._emit(case, "passed", **fields)
@@ -212,13 +229,15 @@ class Subject:
         values = f"{first[index].item()} and {second[index].item()}"
         self.fail(
             case,
-            f"{message}: {name} differs in {int(apart.sum())} of {apart.numel()} elements, first at {list(index)}: {values}",
+            f"{message}: {name} differs in {int(apart.sum())} of {apart.numel()} elements, "
+            f"first at {list(index)}: {values}",
         )
 
     def varies(self, case: Case, name: TensorName, *runs: tuple[Inputs, Tensor]) -> bool:
-        """Whether the same call gives other bits in this tensor from one run to the next, as sums by atomics do; never of those that claim otherwise.
+        """Whether the same call gives other bits in this tensor from one run to the next, as atomic sums do.
 
-        runs: tensors and what was answered to them, once. Each is answered again until one answer differs; rare ones take many tries.
+        Never for an implementation that claims to be deterministic. runs: tensors, and the first answer to them. Each
+        call is repeated until an answer differs; a rare difference takes many tries.
         """
         if self.implementation.supports.deterministic:
             return False
@@ -238,7 +257,10 @@ class Subject:
     # ------------------------------------------------------------------------------------------------ search
 
     def search(self, names: tuple[TensorName, ...], strategy: st.SearchStrategy[Case]) -> None:
-        """Lets Hypothesis look for a case that fails, climbing on each tensor's rho, and shrinks what it finds. Only the worst case is recorded."""
+        """Lets Hypothesis look for a case that fails, climbing on each tensor's rho, and shrink it.
+
+        Only the worst case is recorded.
+        """
         worst: tuple[float, list[Judged], Case, float] | None = None
         failed: list[tuple[list[Judged], Case, float, str]] = []
         budget, tried = search.Search(), 0
@@ -304,7 +326,8 @@ class Subject:
             "check": self.check,
             "case": str(case),
         }
-        return Judgement(**about, dtype=self.dtype, device=self.device, status=status, **fields)  # type: ignore[arg-type]
+        about |= {"dtype": self.dtype, "device": self.device, "status": status}
+        return Judgement(**about, **fields)  # type: ignore[arg-type]
 
     def unfinished(self) -> Judgement:
         """What is to be recorded, with a case and in words, if this process does not survive the check."""
@@ -314,7 +337,7 @@ class Subject:
         return msgspec.structs.replace(about, case="")
 
     def ended_by(self, error: Exception) -> Judgement:
-        """What is to be recorded where an exception ends the check itself, as it may after a call that left the process in another state."""
+        """What to record if an exception ends the check itself. A call that damaged its process may cause that."""
         return msgspec.structs.replace(
             self.unfinished(), message=f"the check was ended by {type(error).__name__}: {error}"
         )
@@ -367,7 +390,7 @@ class Subject:
         self._emit(case, "failed", **fields, message=note)
 
     def _mistaken(self, case: Case, name: TensorName) -> str:
-        """What a wrong answer is the right one to: the case less one of its features. Nothing where it is neither, nor of one key."""
+        """The question that a wrong answer is right for: the case without one of its features. Empty if there is none."""
         if case.keys == 1:
             return ""
         without: dict[str, Case] = {}
@@ -401,7 +424,7 @@ class Subject:
         return ""
 
     def _onset(self, case: Case, name: TensorName) -> str:
-        """From which magnitude on the case fails, or from which shift where its scores have one; found by halving and, where that is no answer, nothing."""
+        """From which magnitude, or shift, the case fails. It is found by halving. Empty if that gives no answer."""
         arithmetic = self.implementation.arithmetic(self.dtype, self.device)
         axis = "shift" if case.shift else "magnitude"
         value = getattr(case, axis)
@@ -448,7 +471,12 @@ def concluded(subject: Subject) -> Generator[None]:
 
 
 def summary(subject: Subject, most: int = 3) -> str:
-    """The failures of a check in one text: the first few, and the number of the others."""
-    shown = [wording.failure_block(failure) for failure in subject.failures[:most]]
-    rest = len(subject.failures) - len(shown)
+    """The failures of a check in one text: the first few, and the number of the others.
+
+    What every call ends like is said once.
+    """
+    final = [failure for failure in subject.failures if failure.of_every_call]
+    failures = [failure for failure in subject.failures if failure not in final[1:]]
+    shown = [wording.failure_block(failure) for failure in failures[:most]]
+    rest = len(failures) - len(shown)
     return "\n\n".join([*shown, f"and {wording.plural(rest, 'more failure')} of this check"] if rest else shown)

@@ -6,9 +6,12 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
+import torch
 
+from flashproof import diagnosis, quick
 from flashproof.cases import not_claimed
 from flashproof.impls.spec import Implementation
+from flashproof.registry import checks
 from flashproof.reports import wording
 from flashproof.reports.evidence import worst_rho
 from flashproof.session import Session
@@ -45,7 +48,8 @@ def settle(session: Session, tests: pytest.Session, exitstatus: int) -> None:
         output["flashproof_absences"] = [msgspec.json.encode(absence).decode() for absence in session.absences]
     if session.role != "main" or session.config.option.collectonly:
         return
-    session.close()
+    stopped = exitstatus in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR)
+    session.close(ended=not (stopped or tests.shouldstop or tests.shouldfail))
     passed = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
     if session.asked and not session.times and passed and unverified(session):
         tests.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -55,6 +59,8 @@ def last_lines(session: Session) -> Iterator[Line]:
     """What a run says at its end, before the places of its records and report."""
     if session.asked and not session.times:
         yield from _verdict(session)
+    if session.clock:
+        yield Line(quick.left_out(len(checks())), "yellow")
     searched = getattr(session.config.option, "flashproof_search", None)
     for (name, dtype), found in session.found.items() if searched else ():
         of = f", {found.worst.note}" if found.worst and found.status == "passed" else ""
@@ -67,19 +73,37 @@ def places(session: Session) -> Iterator[Line]:
     if not session.written:
         return
     yield Line(f"records: {os.path.relpath(session.path)}")
-    if session.site:
-        from flashproof.reports.pages import write_site
+    if not session.site:
+        return
+    folder, damaged = session.path.parent, list[str]()
+    try:
+        from flashproof.reports.evidence import clear, gather
+        from flashproof.reports.pages import write_pages
 
-        index = write_site(sorted(session.path.parent.glob("*.jsonl")), session.site)
-        yield Line(f"report:  {os.path.relpath(index)}")
+        evidence = gather(sorted(folder.glob("*.jsonl")), damaged)
+        index = write_pages(evidence, session.site)
+    except ImportError as error:
+        yield Line(f"report:  not written: {error.name} is not installed (pip install 'flashproof[report]')", "yellow")
+        return
+    except (OSError, ValueError) as error:  # the verdict of the run stands
+        yield Line(f"report:  not written: {error}", "yellow")
+        return
+    for words in damaged:
+        yield Line(f"left out of the report: {words}", "yellow")
+    if folder == session.settings.records:
+        clear(folder, evidence)
+    yield Line(f"report:  {os.path.relpath(index)}")
 
 
 def _verdict(session: Session) -> Iterator[Line]:
     selection = session.selection
     for name in unverified(session):
-        yield Line(f"not verified: {name} ({_why(session, name)})", "red")
+        yield Line(f"not verified: {name} ({reason(session, name)})", "red")
+    left_out = {name for name, _ in session.left_out}
     for loaded in selection.loaded if not selection.cases else ():
-        if loaded.is_external and loaded.implementation and (unnamed := _unnamed(loaded.implementation)):
+        if not loaded.is_external or not loaded.implementation or loaded.name in left_out:
+            continue
+        if unnamed := _unnamed(loaded.implementation):
             parameters = ", ".join(unnamed)
             yield Line(
                 f"not claimed: {loaded.name} has no parameter {parameters}; nothing that these ask for was verified"
@@ -88,14 +112,25 @@ def _verdict(session: Session) -> Iterator[Line]:
         if loaded.changed:
             changed = ", ".join(loaded.changed)
             yield Line(f"put back: {loaded.name} changed {changed} when it was imported", "yellow")
+    for (name, words), dtypes in _refusals(session).items():
+        if name not in left_out:  # else it is said above
+            times = wording.plural(sum(dtypes.values()), "time")
+            yield Line(f"refused: {name}, {', '.join(dtypes)}, {times}, first with: {words}", "yellow")
+
+
+def _refusals(session: Session) -> dict[tuple[str, str], dict[str, int]]:
+    """How often an implementation refused in each dtype, by what it said first."""
+    found: dict[tuple[str, str], dict[str, int]] = {}
     for (name, dtype), said in session.refused.items():
-        yield Line(f"refused: {name}, {dtype}, {wording.plural(len(said), 'time')}, first with: {said[0]}", "yellow")
+        found.setdefault((name, said[0]), {})[dtype] = len(said)
+    return found
 
 
-def _why(session: Session, name: str) -> str:
+def reason(session: Session, name: str) -> str:
     """Why nothing of an implementation passed."""
     selection = session.selection
     missing = [target.missing for target in selection.targets if target.name == name and target.missing]
+    missing += [_ending(words) for (left_out, _), words in session.left_out.items() if left_out == name]
     if missing:
         return missing[0]
     implementation = next((loaded.implementation for loaded in selection.loaded if loaded.name == name), None)
@@ -110,6 +145,15 @@ def _why(session: Session, name: str) -> str:
     if not set(selection.dtypes) & set(supports.dtypes):
         return f"does not claim {', '.join(selection.dtypes)}"
     return "no case passed"
+
+
+def _ending(words: str) -> str:
+    """How every call of an implementation ends, without the advice of a failure that was shown."""
+    words = words.partition("; ")[0]
+    if not diagnosis.GPU_ALONE.search(words) or torch.cuda.is_available():
+        return words
+    advice = "; TRITON_INTERPRET=1 runs Triton's kernels on the CPU" if "active drivers" in words else ""
+    return f"CUDA: no device; {words.partition('. ')[0]}{advice}"
 
 
 def _unnamed(implementation: Implementation) -> list[str]:

@@ -1,23 +1,31 @@
-"""The front door that the project's own implementations share: it checks a call and fills in its defaults.
+"""The front door that the project's own implementations share: the public call, its checks and its defaults.
 
-Every error names the argument, the value it had and what would do.
+An implementation states its algorithm as a function of checked arguments, and `Attention` or `BlockSparseAttention`
+makes the public call of it. Every error names the argument, the value it had and what would do.
 """
 
 import math
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from flashproof.impls.shapes import Bool, Float, Float32
 from flashproof.impls.spec import Alignment
 
 BLOCK = 128  # a block mask has one entry for each 128 x 128 block of scores
 MAX_DIM = 256
 MAX_LENGTH = 2**31 - 256  # kernels count rows in 32 bits, and up to 256 of them past the end: a tile of 128, and the next one
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+# Tensors of a call, by their shapes.
+Queries = Float[Tensor, "batch heads queries dim"]  # the output and the gradients of queries too
+Keys = Float[Tensor, "batch kv_heads keys dim"]  # values too, and the gradients of both
+Rows = Float32[Tensor, "batch heads queries"]  # one number for each query, such as its LSE
+BlockMask = Bool[Tensor, "batch_or_1 heads_or_1 query_blocks key_blocks"]
 
 
 class Call(NamedTuple):
@@ -42,34 +50,156 @@ class Call(NamedTuple):
         return math.ceil(self.dropout_p * 2.0**32)
 
 
-def check_call(
-    query: Float[Tensor, "batch heads queries dim"],
-    key: Float[Tensor, "batch kv_heads keys dim"],
-    value: Float[Tensor, "batch kv_heads keys dim"],
-    *,
-    is_causal: bool = False,
-    causal_alignment: Alignment = "top_left",
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    dropout_p: float = 0.0,
-    dropout_seed: int = 0,
-    block_mask: Bool[Tensor, "batch_or_1 heads_or_1 query_blocks key_blocks"] | None = None,
-) -> Call:
-    """Checks the arguments of an attention call and resolves its defaults.
+# ------------------------------------------------------------------------------------------------- the public call
 
-    Raises TypeError for an argument of the wrong kind, ValueError for one with a wrong value, and NotImplementedError for one with a tangent.
-    """
+
+class _Named:
+    """A callable made of a function, in whose place it stands in its module."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self.__name__, self.__qualname__, self.__module__ = function.__name__, function.__qualname__, function.__module__
+
+    def __reduce__(self) -> str:
+        """Pickles it by its name, as a function."""
+        return self.__qualname__
+
+
+class Attention(_Named):
+    """The public call of an algorithm, a function of (query, key, value, call) that answers (out, lse)."""
+
+    def __init__(self, algorithm: Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]) -> None:
+        super().__init__(algorithm)
+        self.algorithm = algorithm
+
+    def __call__(
+        self,
+        query: Float[Tensor, "batch heads queries dim"],
+        key: Float[Tensor, "batch kv_heads keys dim"],
+        value: Float[Tensor, "batch kv_heads keys dim"],
+        *,
+        is_causal: bool = False,
+        causal_alignment: Alignment = "top_left",
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        dropout_p: float = 0.0,
+        dropout_seed: int = 0,
+        return_lse: bool = False,
+    ) -> Float[Tensor, "batch heads queries dim"] | tuple[Float[Tensor, "batch heads queries dim"], Float32[Tensor, "batch heads queries"]]:
+        """softmax(scale query key^T) value, with gradients for query, key and value.
+
+        query, key and value are all float32, float16 or bfloat16, with any strides, and dim is at most 256. The output
+        has query's shape and dtype.
+
+        - is_causal: query i sees key j only where j <= i ("top_left") or j <= i + keys - queries ("bottom_right").
+        - scale: any finite number; None is 1/sqrt(dim).
+        - enable_gqa: heads may be a multiple of kv_heads, and heads / kv_heads query heads in a row share a key head.
+        - dropout_p: the share, in [0, 1), of the normalised weights that are zeroed; the others are divided by
+          1 - dropout_p. dropout_seed, in [0, 2^64), draws them by Philox 4x32-10 (Salmon et al., SC 2011): the same
+          seed drops the same weights.
+        - return_lse: returns (out, lse). lse [batch, heads, queries] is the natural logarithm of the sum of the
+          exponentials of a query's scaled scores, in float32. It carries no gradient.
+
+        A query that sees no key has output 0, LSE -inf and zero gradients.
+
+        Raises TypeError for an argument of the wrong kind, ValueError for one with a wrong value, and
+        NotImplementedError for one with a tangent. What a compiler or a device refuses is a RuntimeError.
+        """
+        call = check_call(query, key, value, is_causal, causal_alignment, scale, enable_gqa, dropout_p, dropout_seed)
+        out, lse = self.algorithm(query, key, value, call)
+        return (out, lse) if return_lse else out
+
+
+class BlockSparseAttention(_Named):
+    """The public call of an algorithm over a block mask, a function of (query, key, value, block_mask, call)."""
+
+    def __init__(self, algorithm: Callable[[Tensor, Tensor, Tensor, Tensor | None, Call], tuple[Tensor, Tensor]]) -> None:
+        super().__init__(algorithm)
+        self.algorithm = algorithm
+
+    def __call__(
+        self,
+        query: Float[Tensor, "batch heads queries dim"],
+        key: Float[Tensor, "batch kv_heads keys dim"],
+        value: Float[Tensor, "batch kv_heads keys dim"],
+        *,
+        is_causal: bool = False,
+        causal_alignment: Alignment = "top_left",
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        dropout_p: float = 0.0,
+        dropout_seed: int = 0,
+        block_mask: Bool[Tensor, "batch_or_1 heads_or_1 query_blocks key_blocks"] | None = None,
+        return_lse: bool = False,
+    ) -> Float[Tensor, "batch heads queries dim"] | tuple[Float[Tensor, "batch heads queries dim"], Float32[Tensor, "batch heads queries"]]:
+        """softmax(scale query key^T) value over the visible blocks, with gradients for query, key and value.
+
+        block_mask is boolean, [1 or batch, 1 or heads, ceil(queries / 128), ceil(keys / 128)]. Where it is False, no
+        query of the block sees a key of it; None shows every block. The rest is as in `Attention.__call__`, errors too.
+        """
+        call = check_call(query, key, value, is_causal, causal_alignment, scale, enable_gqa, dropout_p, dropout_seed, block_mask)
+        out, lse = self.algorithm(query, key, value, block_mask, call)
+        return (out, lse) if return_lse else out
+
+
+# ------------------------------------------------------------------------------------------------------ its checks
+
+
+def check_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    causal_alignment: Alignment,
+    scale: float | None,
+    enable_gqa: bool,
+    dropout_p: float,
+    dropout_seed: int,
+    block_mask: Tensor | None = None,
+) -> Call:
+    """Checks the arguments of a public call and fills in its defaults. Raises what `Attention.__call__` raises."""
+    _check_tensors(query, key, value)
+    _check_sizes(query, key, value, enable_gqa)
+    if causal_alignment not in ("top_left", "bottom_right"):
+        raise ValueError(f"causal_alignment: {causal_alignment!r} is unknown; give 'top_left' or 'bottom_right'")
+    batch, heads, queries, dim = query.shape
+    kv_heads, keys = key.shape[1], key.shape[2]
+    scale = _checked_scale(scale, dim)
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal: {_short(is_causal)} is not a bool; give True or False")
+    _check_dropout(dropout_p, dropout_seed)
+    if block_mask is not None:
+        _check_block_mask(block_mask, query, keys)
+    offset = keys - queries if causal_alignment == "bottom_right" else 0
+    return Call(
+        batch,
+        heads,
+        kv_heads,
+        heads // kv_heads,
+        queries,
+        keys,
+        dim,
+        scale,
+        is_causal,
+        offset,
+        float(dropout_p),
+        dropout_seed,
+    )
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Each by itself, then that they go together."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: {type(tensor).__name__} is not a tensor; give a torch.Tensor of shape [batch, heads, length, dim]")
+        shape = list(tensor.shape)
         if tensor.layout != torch.strided:
             raise TypeError(f"{name}: layout {tensor.layout} is not taken; give a dense tensor, as to_dense() makes one")
         if tensor.ndim != 4:
-            raise ValueError(f"{name}: shape {list(tensor.shape)} has {tensor.ndim} dimensions; give four, [batch, heads, length, dim]")
+            raise ValueError(f"{name}: shape {shape} has {tensor.ndim} dimensions; give four, [batch, heads, length, dim]")
         if tensor.dtype not in _DTYPES:
             raise TypeError(f"{name}: dtype {tensor.dtype} is not taken; give float32, float16 or bfloat16")
         if 0 in tensor.shape:
-            raise ValueError(f"{name}: shape {list(tensor.shape)} is empty; every size is at least 1")
+            raise ValueError(f"{name}: shape {shape} is empty; every size is at least 1")
         if tensor.shape[2] > MAX_LENGTH:
             raise ValueError(f"{name}: length {tensor.shape[2]} is larger than {MAX_LENGTH}, the largest taken")
         if not torch.compiler.is_compiling() and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
@@ -79,8 +209,11 @@ def check_call(
             raise TypeError(f"{name}: dtype {tensor.dtype} differs from query's {query.dtype}; give all three the same")
         if tensor.device != query.device:
             raise ValueError(f"{name}: device {tensor.device} differs from query's {query.device}; put all three on one device")
-    batch, heads, queries, dim = query.shape
-    kv_heads, keys = key.shape[1], key.shape[2]
+
+
+def _check_sizes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    batch, heads, _, dim = query.shape
+    kv_heads = key.shape[1]
     if key.shape[0] != batch:
         raise ValueError(f"key: batch {key.shape[0]} differs from query's {batch}")
     if key.shape[3] != dim:
@@ -93,16 +226,20 @@ def check_call(
         raise ValueError(f"key: {kv_heads} heads for query's {heads}; give equal numbers, or enable_gqa=True to share key heads")
     if heads % kv_heads:
         raise ValueError(f"key: {kv_heads} heads do not divide query's {heads}; with enable_gqa query's heads are a multiple of key's")
-    if causal_alignment not in ("top_left", "bottom_right"):
-        raise ValueError(f"causal_alignment: {causal_alignment!r} is unknown; give 'top_left' or 'bottom_right'")
+
+
+def _checked_scale(scale: float | None, dim: int) -> float:
     if scale is None:
-        scale = 1.0 / math.sqrt(dim)
-    elif isinstance(scale, bool) or not isinstance(scale, int | float):
+        return 1.0 / math.sqrt(dim)
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"scale: {_short(scale)} is not a number; give a finite float, or None for 1/sqrt(dim)")
-    elif not -sys.float_info.max <= scale <= sys.float_info.max:  # no math.isfinite: it takes no integer beyond float64, and torch.compile cannot trace it
+    # No math.isfinite: it takes no integer beyond float64, and torch.compile cannot trace it.
+    if not -sys.float_info.max <= scale <= sys.float_info.max:
         raise ValueError(f"scale: {scale} is not finite; give a finite float, or None for 1/sqrt(dim)")
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal: {_short(is_causal)} is not a bool; give True or False")
+    return float(scale)
+
+
+def _check_dropout(dropout_p: float, dropout_seed: int) -> None:
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float):
         raise TypeError(f"dropout_p: {_short(dropout_p)} is not a number; give a float in [0, 1)")
     if not 0.0 <= dropout_p < 1.0:
@@ -111,20 +248,12 @@ def check_call(
         raise TypeError(f"dropout_seed: {_short(dropout_seed)} is not an integer; give one in [0, 2^64)")
     if not 0 <= dropout_seed < 2**64:
         raise ValueError(f"dropout_seed: {dropout_seed} is outside [0, 2^64)")
-    if block_mask is not None:
-        _check_block_mask(block_mask, query, keys)
-    offset = keys - queries if causal_alignment == "bottom_right" else 0
-    return Call(batch, heads, kv_heads, heads // kv_heads, queries, keys, dim, float(scale), is_causal, offset, float(dropout_p), dropout_seed)
-
-
-def _short(argument: object) -> str:
-    """An argument as an error shows it: a tensor by its kind, since its numbers would fill the screen."""
-    return f"a tensor of shape {list(argument.shape)}" if isinstance(argument, Tensor) else repr(argument)
 
 
 def _check_block_mask(block_mask: Tensor, query: Tensor, keys: int) -> None:
     if not isinstance(block_mask, Tensor) or block_mask.dtype != torch.bool:
-        raise TypeError(f"block_mask: {getattr(block_mask, 'dtype', type(block_mask).__name__)} is not boolean; give a torch.bool tensor")
+        kind = getattr(block_mask, "dtype", type(block_mask).__name__)
+        raise TypeError(f"block_mask: {kind} is not boolean; give a torch.bool tensor")
     batch, heads, queries, _ = query.shape
     blocks = (math.ceil(queries / BLOCK), math.ceil(keys / BLOCK))
     shape = tuple(block_mask.shape)
@@ -135,3 +264,8 @@ def _check_block_mask(block_mask: Tensor, query: Tensor, keys: int) -> None:
         )
     if block_mask.device != query.device:
         raise ValueError(f"block_mask: device {block_mask.device} differs from query's {query.device}")
+
+
+def _short(argument: object) -> str:
+    """An argument as an error shows it: a tensor by its kind, since its numbers would fill the screen."""
+    return f"a tensor of shape {list(argument.shape)}" if isinstance(argument, Tensor) else repr(argument)

@@ -83,8 +83,7 @@ class Arithmetic:
 
 def arithmetic_of_flash(dtype: Dtype, device: Device) -> Arithmetic:
     """FlashAttention's arithmetic: float32 in IEEE arithmetic, 16 bit on tensor cores where there are any."""
-    on_tensor_cores = device == "cuda" and dtype != "float32"
-    return Arithmetic(accumulate="tensor_core" if on_tensor_cores else "fma")
+    return Arithmetic(accumulate="tensor_core" if device == "cuda" and dtype != "float32" else "fma")
 
 
 def arithmetic_of_callables(dtype: Dtype, device: Device) -> Arithmetic:

@@ -29,9 +29,9 @@ from typing import NamedTuple
 
 import torch
 from flint import arb, arb_mat, ctx
-from jaxtyping import Int
 from torch import Tensor
 
+from flashproof.impls.shapes import Int
 from flashproof.oracles.problem import Problem
 
 BITS = 100  # of a weight

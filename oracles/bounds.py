@@ -16,9 +16,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from flashproof.impls.shapes import Float
 from flashproof.impls.spec import Arithmetic
 from flashproof.oracles import naive
-from flashproof.oracles.naive import Attention, Rows
+from flashproof.oracles.naive import Attention, Rows, Slopes
 from flashproof.oracles.problem import Problem
 
 # The analysis is of first order where exp(x) - 1 is not taken as it is; what is left out is below one part in a hundred of what is kept.
@@ -163,146 +164,249 @@ class Evaluation:
         return self.casts if arithmetic.weights == "input" else self.casts[-1:]
 
 
-def evaluate(problem: Problem, claims: Sequence[Claim], block_scores: int = naive.BLOCK_SCORES) -> Evaluation:
-    """The float64 answer and everything that it is judged by, in one pass over the rows."""
+def evaluate(
+    problem: Problem, claims: Sequence[Claim], block_scores: int | None = None, *, backward: bool = True
+) -> Evaluation:
+    """The float64 answer and everything that it is judged by, in one pass over the rows. backward: whether gradients are asked for; else they are 0."""
     answer = naive.empty_answer(problem)
-    sums = [_Sums(problem, units_of(problem, claim)) for claim in claims]
-    sixteen_bit = problem.query.dtype in (torch.float16, torch.bfloat16)
-    casts = [naive.empty_answer(problem) for _ in range(5)] if sixteen_bit else []
+    largest = largest_score(problem)
+    sums = [_Sums(problem, units_of(problem, claim), largest) for claim in claims]
+    casts = _Casts(problem) if problem.query.dtype in (torch.float16, torch.bfloat16) else None
     for rows in naive.row_blocks(problem, block_scores):
-        naive.add_rows(answer, rows, problem.groups)
-        parts = _Parts(rows)
+        slopes = rows.slopes() if backward else None
+        naive.add_rows(answer, rows, slopes)
+        parts = _Parts(rows, slopes)
         for one in sums:
             one.add(rows, parts)
         if casts:
-            _add_casts(casts, rows, parts, problem)
-    return Evaluation(answer, [one.finish(answer) for one in sums], casts)
+            casts.add(rows, slopes, parts)
+    return Evaluation(answer, [one.finish(answer) for one in sums], casts.answers() if casts else [])
 
 
-def _add_casts(casts: list[Attention], rows: Rows, parts: "_Parts", problem: Problem) -> None:
+def largest_score(problem: Problem) -> float:
+    """What no |score| exceeds, nor any sum of the absolute values of its terms (Cauchy and Schwarz). NaN or inf where the inputs are not finite."""
+    longest = [torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float64).amax() for tensor in (problem.query, problem.key)]
+    return abs(problem.scale) * float(longest[0] * longest[1])
+
+
+FEW = 0.1  # of the weight of a row may be moved where bounds are of first order: no maximum, no hull of values limits them
+
+
+def share(problem: Problem, claim: Claim, of: Claim) -> float | None:
+    """t so that the bound of a claim is at most t times that of another one, element by element; None where no t below 2^-20 is known.
+
+    Let every unit of the claim be at most t times the other's. Where no limit cuts a bound off, it is a sum of products of units, of expm1 and of
+    -log1p(-x), each convex and 0 at 0, so that f(t x) <= t f(x); and of square roots of two factors that are both t times smaller. So it is t times
+    smaller. It spares the float64 oracle, whose units are 2^-29 of float32's, the evaluation of its own bound.
+    """
+    small, large = units_of(problem, claim), units_of(problem, of)
+    if not _largest_error(problem, large, largest_score(problem)) < FEW or (small.by_lse and not large.by_lse):
+        return None
+    lengths = (problem.query.shape[3], problem.key.shape[2], problem.query.shape[2] * problem.groups)
+    pairs = [(small.gamma(length), large.gamma(length)) for length in lengths]
+    pairs += [(small.gamma(small.row_sum), large.gamma(large.row_sum)), (small.rescaling, large.rescaling)]
+    pairs += [(getattr(small, unit), getattr(large, unit)) for unit in ("u_a", "u_p", "u_o", "u_l", "product", "eps_e", "eta", "tiny")]
+    pairs += [(small.sixteen_bit_steps * small.u_o, large.sixteen_bit_steps * large.u_o)]
+    pairs += [((1 + small.sixteen_bit_steps) * small.tiny, (1 + large.sixteen_bit_steps) * large.tiny)]
+    largest = max((less / more if more else math.inf for less, more in pairs if less), default=0.0)
+    return largest if largest < 2.0**-20 else None
+
+
+class _Casts:
     """Five kernels: P and dS cast, of normalised and of unnormalised weights; the same with delta from the rounded output; and that delta alone.
 
     A kernel that reads its output back has delta off by e_i = sum_d dO_id (stored O_id - O_id); the stored output has the cast's error and one rounding.
     So dS_ij is off by -P_ij e_i: one error for all keys of the row, and dK_j by -tau sum_i P_ij e_i q_i, which is much the same for all j.
     Blocks of keys are then not independent, and their standard error cannot know of it: with dim 1 and 17 keys in bfloat16 a correct kernel leant
     by 3.4 ulps of dK, six standard errors. (A sixth way to cast leans by 9 there; tensors of so few columns are no longer judged for bias at all.)
+
+    All errors are linear in a few products: of the casts of P (two ways) and of dS, and of P itself by each way's e_i.
     """
 
-    def off(weights: Tensor) -> Tensor:
-        return weights.to(problem.query.dtype).to(torch.float64) - weights
+    def __init__(self, problem: Problem) -> None:
+        self.dtype = problem.query.dtype
+        self.nothing = naive.empty_answer(problem)
+        out, dim = self.nothing.out, problem.key.shape[3]
+        self.out = [torch.zeros_like(out) for _ in range(2)]  # of the normalised and of the unnormalised weights' casts
+        self.dv = [naive.zeros_of_keys(problem, dim) for _ in range(2)]
+        self.dq, self.dk = torch.zeros_like(out), naive.zeros_of_keys(problem, dim)  # of dS's cast
+        self.dq_by_delta = [torch.zeros_like(out) for _ in range(3)]  # normalised, unnormalised, none
+        self.dk_by_delta = naive.zeros_of_keys(problem, 3 * dim)
 
-    total = torch.exp(rows.lse[:, None] - rows.maximum)  # l: weights relative to the row's maximum are P l
-    dscores = off(rows.dscores)
-    normalised, unnormalised, none = off(parts.dropped), off(parts.dropped * total) / total.clamp(min=1.0), torch.zeros_like(dscores)
-    kernels = [(normalised, dscores, False), (unnormalised, dscores, False), (normalised, dscores, True), (unnormalised, dscores, True), (none, none, True)]
-    for cast, (error, dscores_error, reads_output) in zip(casts, kernels, strict=True):
-        out = error @ rows.value
-        if reads_output:
-            delta = (rows.dout * (out + off(rows.out + out))).sum(dim=1, keepdim=True)
-            dscores_error = dscores_error - rows.weights * delta  # noqa: PLW2901
-        cast.out[rows.batch, rows.head, rows.start : rows.stop] = out
-        cast.dv[rows.batch, rows.head // problem.groups] += error.T @ rows.dout
-        cast.dq[rows.batch, rows.head, rows.start : rows.stop] = rows.scale * (dscores_error @ rows.key)
-        cast.dk[rows.batch, rows.head // problem.groups] += rows.scale * (dscores_error.T @ rows.query)
+    def add(self, rows: Rows, slopes: Slopes | None, parts: "_Parts") -> None:
+        """The share of one block of rows."""
+
+        def off(weights: Tensor) -> Tensor:
+            return weights.to(self.dtype).to(torch.float64).sub_(weights)
+
+        total = torch.exp(rows.lse - rows.maximum)  # l: weights relative to the row's maximum are P l
+        errors = [off(parts.dropped), off(parts.dropped * total).div_(total.clamp(min=1.0))]
+        outs = [error @ rows.value for error in errors]
+        for whole, part in zip(self.out, outs, strict=True):
+            rows.write(whole, part)
+        if slopes is None:
+            return
+        for whole, error in zip(self.dv, errors, strict=True):
+            rows.add(whole, error, rows.dout)
+        outs.append(torch.zeros_like(rows.out))
+        deltas = [(rows.dout * (out + off(rows.out + out))).sum(dim=-1, keepdim=True) for out in outs]
+        of_dscores, mean_key = off(slopes.dscores), rows.scale * (rows.weights @ rows.key)
+        rows.write(self.dq, rows.scale * (of_dscores @ rows.key))
+        rows.add(self.dk, of_dscores, rows.query, rows.scale)
+        for by_delta, delta in zip(self.dq_by_delta, deltas, strict=True):
+            rows.write(by_delta, delta * mean_key)
+        moved = torch.cat([delta * rows.query for delta in deltas], dim=-1)
+        rows.add(self.dk_by_delta, rows.weights, moved, rows.scale)
+
+    def answers(self) -> list[Attention]:
+        """The errors of the five, in the order named."""
+        none, dk_by_delta = self.nothing, self.dk_by_delta.chunk(3, dim=-1)
+        cast = [Attention(out, none.lse, self.dq, self.dk, dv) for out, dv in zip(self.out, self.dv, strict=True)]
+        read = [
+            Attention(each.out, none.lse, self.dq - dq, self.dk - dk, each.dv)
+            for each, dq, dk in zip(cast, self.dq_by_delta, dk_by_delta, strict=False)
+        ]
+        return [*cast, *read, Attention(none.out, none.lse, -self.dq_by_delta[2], -dk_by_delta[2], none.dv)]
 
 
 class _Parts:
     """What the bounds of all claims share for a block of rows."""
 
-    def __init__(self, rows: Rows) -> None:
-        self.score_mass = abs(rows.scale) * (rows.query.abs() @ rows.key.abs().T)  # |tau| |Q||K|^T
-        self.value_abs = rows.value.abs()
+    def __init__(self, rows: Rows, slopes: Slopes | None) -> None:
+        self.query_abs, self.key_abs, self.value_abs = rows.query.abs(), rows.key.abs(), rows.value.abs()
+        self.score_mass = (self.query_abs @ self.key_abs.mT).mul_(abs(rows.scale))  # |tau| |Q||K|^T
+        self.roundings = rows.scores.abs().mul_(3.0).sub_(rows.scores, alpha=2.0).add_(2.0 * rows.maximum)  # 2 (m - S) + 3 |S|; -inf at hidden keys
+        self.hidden = None if rows.visible is None else ~rows.visible
+        if self.hidden is not None:
+            self.roundings.masked_fill_(self.hidden, -math.inf)
         self.dropped = rows.dropped_weights  # P', the weights after dropout
         self.weighted_abs = self.dropped @ self.value_abs  # P'|V|
-        self.dweights_abs = rows.dout.abs() @ self.value_abs.T  # |dO||V|^T
+        # |V|, V^2 and V side by side: one product with P o theta
+        self.values = torch.cat([self.value_abs, rows.value.square(), rows.value], dim=-1)
+        # colsum |V| over the visible keys
+        self.visible_abs = self.value_abs.sum(dim=1, keepdim=True) if rows.visible is None else rows.visible.to(torch.float64) @ self.value_abs
+        self.lse_abs = rows.finite_lse.abs()
+        self.out_abs, self.dout_abs = rows.out.abs(), rows.dout.abs()
+        self._errors: dict[tuple[float, float], Tensor] = {}
+        self.backward = slopes is not None
+        if slopes is None:
+            return
+        self.dweights_abs = slopes.dweights.abs()
+        self.dweights_mass = self.dout_abs @ self.value_abs.mT  # |dO||V|^T
         if rows.gain is not None:
-            self.dweights_abs = self.dweights_abs * rows.gain
-        self.gain_max = 1.0 if rows.gain is None else rows.gain.amax().item()
-        self.visible = rows.visible.to(torch.float64)
-        self.visible_abs = self.visible @ self.value_abs  # colsum |V| over the visible keys
-        self.lse_abs = torch.where(rows.lse.isfinite(), rows.lse.abs(), 0.0)[:, None]
-        self.value_max = self.value_abs.amax(dim=0, keepdim=True)
+            self.dweights_mass *= rows.gain
+        self.slope, self.dscores_abs = slopes.slope.abs(), slopes.dscores.abs()
+        self.one_and_slope = self.slope + 1.0  # at visible keys, else 0
+        if self.hidden is not None:
+            self.one_and_slope.masked_fill_(self.hidden, 0.0)
+
+    def log_error(self, u: Units, dim: int) -> Float[Tensor, "kv_heads rows keys"]:
+        """Relative error of an unnormalised weight: its score, the subtraction of the maximum, the exponential. -inf at hidden keys."""
+        known = (u.u_a, u.eps_e)
+        if known not in self._errors:
+            self._errors[known] = (self.roundings * u.u_a).add_(u.eps_e)
+        return torch.add(self._errors[known], self.score_mass, alpha=u.gamma(dim) + u.product)
 
 
 def _moved(rows: Rows, log_error: Tensor) -> Tensor:
     """P (exp(log_error) - 1), by which each weight may be too large; also where the error is so large that a weight that is 0 may not be."""
-    log_weight = rows.scores - torch.where(rows.lse.isfinite(), rows.lse, 0.0)[:, None]
+    log_weight = rows.scores - rows.finite_lse
     small = rows.weights * torch.expm1(log_error.clamp(max=1.0))
     large = torch.exp((log_weight + log_error).clamp(max=_LARGEST_EXPONENT)) - rows.weights
-    return torch.where(rows.visible, torch.where(log_error < 1.0, small, large), 0.0)
+    moved = torch.where(log_error < 1.0, small, large)
+    return moved if rows.visible is None else moved.masked_fill_(~rows.visible, 0.0)
+
+
+def _row_sums(one: Tensor, other: Tensor) -> Float[Tensor, "kv_heads rows 1"]:
+    """sum over keys of their products. On a CPU, without a matrix of these."""
+    return (one * other).sum(dim=-1, keepdim=True) if one.is_cuda else torch.linalg.vecdot(one, other)[..., None]
 
 
 class _Sums:
     """The bound under way: rows write theirs, keys and values add up."""
 
-    def __init__(self, problem: Problem, units: Units) -> None:
+    def __init__(self, problem: Problem, units: Units, largest: float) -> None:
         self.problem = problem
         self.units = units
         self.bound = naive.empty_answer(problem)
+        self.is_small = _largest_error(problem, units, largest) < 1.0
 
     def add(self, rows: Rows, parts: _Parts) -> None:
-        u, weights = self.units, rows.weights
-        dim, keys = rows.query.shape[1], len(rows.key)
-        columns = self.problem.query.shape[2] * self.problem.groups  # rows summed into one element of dK or dV
-
-        # Relative error of an unnormalised weight: its score, the subtraction of the maximum, the exponential.
-        log_error = (u.gamma(dim) + u.product) * parts.score_mass + u.u_a * (2.0 * (rows.maximum - rows.scores) + 3.0 * rows.scores.abs()) + u.eps_e
-        moved = _moved(rows, log_error)  # P o theta, the largest shift of each weight; 0 at hidden keys
-        total = moved.sum(dim=1, keepdim=True)
-
-        # --- out. Weights off by theta move a weighted mean by sum_j P_j theta_j |V_j - O|, bounded in two ways; it never leaves the hull of the values.
-        moved_dropped = moved if rows.gain is None else moved * rows.gain
-        apart = moved_dropped @ parts.value_abs + rows.out.abs() * total
-        if rows.gain is None:
-            spread = (moved @ rows.value.square() - 2.0 * rows.out * (moved @ rows.value) + rows.out.square() * total).clamp(min=0.0)
-            apart = torch.minimum(apart, torch.sqrt(total * spread))
-        hull = rows.out.abs() + parts.gain_max * parts.value_max
-        apart = torch.where(total < 1.0, torch.minimum(apart / (1.0 - total), hull), hull)
-        out = (
-            apart
-            + (u.u_p + u.product + u.gamma(keys) + u.rescaling + 2.0 * u.u_a + u.of_lse(parts.lse_abs)) * parts.weighted_abs
-            + (u.gamma(u.row_sum) + u.rescaling + 3.0 * u.u_a + u.u_o) * rows.out.abs()
-            + u.eta * parts.gain_max * parts.visible_abs
-            + u.tiny
-        )
-        # --- lse
-        furthest = (log_error * parts.visible).amax(dim=1, keepdim=True)
+        """The share of one block of rows."""
+        u = self.units
+        log_error = parts.log_error(u, rows.query.shape[-1])
+        furthest = log_error.amax(dim=-1, keepdim=True).clamp_(min=0.0)
+        # P o theta, the largest shift of each weight; 0 at hidden keys
+        moved = log_error.expm1_().mul_(rows.weights) if self.is_small else _moved(rows, log_error)
+        total = moved.sum(dim=-1, keepdim=True)
+        out = self._out(rows, parts, moved, total)
         lse = torch.where(total < 1.0, torch.minimum(-torch.log1p(-total.clamp(max=1.0)), furthest), furthest)
         roundings = 2.0 if u.by_lse else 1.0  # of a part's, and of the whole's
         lse = lse + u.gamma(u.row_sum) + u.rescaling + roundings * u.u_a * (2.0 * parts.lse_abs + 4.0) + u.u_l * parts.lse_abs
+        rows.write(self.bound.out, torch.where(rows.sees, out, 0.0))  # a row that sees no key is exactly 0, its lse exactly -inf
+        rows.write(self.bound.lse, torch.where(rows.sees, lse, 0.0))
+        if not parts.backward:
+            return
+        # --- backward: the weights come back as exp(S - L), off by P (exp(log_error + lse) - 1)
+        if self.is_small:
+            back = torch.expm1(lse)
+            moved = moved.mul_(1.0 + back).addcmul_(rows.weights, back)
+        else:
+            moved = _moved(rows, parts.log_error(u, rows.query.shape[-1]) + lse)
+        self._backward(rows, parts, moved, out)
 
-        # --- backward: the weights come back as exp(S - L)
-        moved_back = _moved(rows, log_error + lse)
-        out_mass = rows.dout.abs() * rows.out.abs()
-        from_output = (rows.dout.abs() * out).sum(dim=1, keepdim=True) + u.gamma(dim) * out_mass.sum(dim=1, keepdim=True)
-        dweights_error = (u.gamma(dim) + u.product + 2.0 * u.u_a) * parts.dweights_abs
-        dweights_abs = rows.dweights.abs()
-        from_weights = (moved_back * dweights_abs + (weights + moved_back) * (u.gamma(keys) * dweights_abs + dweights_error)).sum(dim=1, keepdim=True)
-        delta = torch.maximum(from_output, from_weights)  # of the output it was stored as, or of sum_j P_j dP_j: which, no claim says
-        slope = (rows.dweights - rows.delta).abs()
-        # E, the error of dS. A kernel may multiply dS by a scale below 1 before it casts: the cast's underflow is then not scaled down.
-        scaled_before = max(1.0, 1.0 / abs(rows.scale)) if rows.scale else 1.0
-        dscores = (
-            slope * (moved_back + weights * (3.0 * u.u_a + u.u_p))
-            + (weights + moved_back) * (dweights_error + delta)
-            + u.eta * scaled_before * (1.0 + slope) * parts.visible
+    def _out(self, rows: Rows, parts: _Parts, moved: Tensor, total: Tensor) -> Float[Tensor, "kv_heads rows dim"]:
+        """Weights off by theta move a weighted mean by sum_j P_j theta_j |V_j - O|, bounded in two ways; it never leaves the hull of the values."""
+        u = self.units
+        if rows.gain is None:
+            by_abs, by_square, by_value = (moved @ parts.values).chunk(3, dim=-1)
+            spread = (by_square - 2.0 * rows.out * by_value + rows.out.square() * total).clamp_(min=0.0)
+            apart = torch.minimum(by_abs + parts.out_abs * total, torch.sqrt(total * spread))
+        else:
+            apart = (moved * rows.gain) @ parts.value_abs + parts.out_abs * total
+        hull = parts.out_abs + rows.largest_gain * rows.value_max
+        apart = torch.where(total < 1.0, torch.minimum(apart / (1.0 - total), hull), hull)
+        return (
+            apart
+            + (u.u_p + u.product + u.gamma(rows.all_keys) + u.rescaling + 2.0 * u.u_a + u.of_lse(parts.lse_abs)) * parts.weighted_abs
+            + (u.gamma(u.row_sum) + u.rescaling + 3.0 * u.u_a + u.u_o) * parts.out_abs
+            + u.eta * rows.largest_gain * parts.visible_abs
+            + u.tiny
         )
-        dscores_abs = rows.dscores.abs()
-        in_sixteen_bit = u.sixteen_bit_steps * u.u_o
-        dq = dscores @ rows.key.abs() + (u.gamma(keys) + u.product + in_sixteen_bit) * (dscores_abs @ rows.key.abs())
-        dk = dscores.T @ rows.query.abs() + (u.gamma(columns) + u.product + in_sixteen_bit * self.problem.groups) * (dscores_abs.T @ rows.query.abs())
-        dropped_moved = moved_back if rows.gain is None else moved_back * rows.gain
-        dropped_back = dropped_moved + parts.dropped * (u.u_p + u.product + 2.0 * u.u_a + u.gamma(columns) + in_sixteen_bit * self.problem.groups)
-        dv = (dropped_back + u.eta * parts.gain_max * parts.visible).T @ rows.dout.abs()
 
-        here = (rows.batch, rows.head, slice(rows.start, rows.stop))
-        there = (rows.batch, rows.head // self.problem.groups)
-        seen = rows.visible.any(dim=1, keepdim=True)  # a row that sees no key is exactly 0, its lse exactly -inf
-        self.bound.out[here] = torch.where(seen, out, 0.0)
-        self.bound.lse[here] = torch.where(seen, lse, 0.0).squeeze(1)
-        self.bound.dq[here] = torch.where(seen, abs(rows.scale) * dq, 0.0)
-        self.bound.dk[there] += abs(rows.scale) * dk
-        self.bound.dv[there] += dv
+    def _backward(self, rows: Rows, parts: _Parts, moved: Tensor, out: Tensor) -> None:
+        """moved: by how much each weight may come back too large. It is used up."""
+        u, weights = self.units, rows.weights
+        dim, columns = rows.query.shape[-1], self.problem.query.shape[2] * self.problem.groups  # rows summed into one element of dK or dV
+        out_mass = (parts.dout_abs * parts.out_abs).sum(dim=-1, keepdim=True)
+        from_output = (parts.dout_abs * out).sum(dim=-1, keepdim=True) + u.gamma(dim) * out_mass
+        dweights_error = u.gamma(dim) + u.product + 2.0 * u.u_a  # times |dO||V|^T
+        from_weights = (
+            (1.0 + u.gamma(rows.all_keys)) * _row_sums(moved, parts.dweights_abs)
+            + u.gamma(rows.all_keys) * _row_sums(weights, parts.dweights_abs)
+            + dweights_error * (_row_sums(moved, parts.dweights_mass) + (parts.dout_abs * parts.weighted_abs).sum(dim=-1, keepdim=True))
+        )
+        delta = torch.maximum(from_output, from_weights)  # of the output it was stored as, or of sum_j P_j dP_j: which, no claim says
+        # E, the error of dS, with that of the sum over keys. A kernel may multiply dS by a scale below 1 before it casts: the cast's underflow is then not
+        # scaled down.
+        scaled_before = max(1.0, 1.0 / abs(rows.scale)) if rows.scale else 1.0
+        in_sixteen_bit = u.sixteen_bit_steps * u.u_o
+        over_keys = u.gamma(rows.all_keys) + u.product + in_sixteen_bit
+        over_queries = u.gamma(columns) + u.product + in_sixteen_bit * self.problem.groups
+        dscores = torch.add(delta, parts.dweights_mass, alpha=dweights_error).mul_(weights + moved)
+        dscores.addcmul_(moved, parts.slope)
+        dscores.add_(parts.dscores_abs, alpha=3.0 * u.u_a + u.u_p + over_keys)
+        dscores.add_(parts.one_and_slope, alpha=u.eta * scaled_before)
+        dq = (dscores @ parts.key_abs).mul_(abs(rows.scale))
+        dscores.add_(parts.dscores_abs, alpha=over_queries - over_keys)
+        dropped = moved if rows.gain is None else moved.mul_(rows.gain)
+        dropped.add_(parts.dropped, alpha=u.u_p + u.product + 2.0 * u.u_a + u.gamma(columns) + in_sixteen_bit * self.problem.groups)
+        dropped.add_(u.eta * rows.largest_gain)
+        if parts.hidden is not None:
+            dropped.masked_fill_(parts.hidden, 0.0)
+        rows.write(self.bound.dq, torch.where(rows.sees, dq, 0.0))
+        rows.add(self.bound.dk, dscores, parts.query_abs, abs(rows.scale))
+        rows.add(self.bound.dv, dropped, parts.dout_abs)
 
     def finish(self, answer: Attention) -> Attention:
         u, bound = self.units, self.bound
@@ -315,6 +419,13 @@ class _Sums:
             "dv": bound.dv + u.u_o * answer.dv.abs() + (1 + u.sixteen_bit_steps * self.problem.groups) * u.tiny,
         }
         return Attention(**{name: SECOND_ORDER * tensor for name, tensor in final.items()})
+
+
+def _largest_error(problem: Problem, u: Units, largest: float) -> float:
+    """What no relative error of a weight exceeds, that of the LSE included, given what no |score| exceeds. NaN where that is not finite."""
+    dim, lse = problem.query.shape[3], largest + math.log(problem.key.shape[2])
+    weight = (u.gamma(dim) + u.product + 7.0 * u.u_a) * largest + u.eps_e
+    return 2.0 * weight + u.gamma(u.row_sum) + u.rescaling + 2.0 * u.u_a * (2.0 * lse + 4.0) + u.u_l * lse
 
 
 def worst_unit(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Int
 from torch import Tensor
 
+from flashproof.impls.shapes import Bool, Int
 from flashproof.impls.spec import Alignment
 
 BLOCK = 128  # scores that share one entry of a block mask: 128 queries by 128 keys
@@ -28,11 +28,25 @@ class Mask:
     causal: Alignment | None = None
     blocks: Bool[Tensor, "b h query_blocks key_blocks"] | None = None
 
-    def visible(self, batch: int, head: int, rows: Int[Tensor, " rows"]) -> Bool[Tensor, "rows keys"]:
-        """Whether each of the queries `rows` of one batch and query head sees each key. On the device of `rows`."""
+    @property
+    def is_one_for_all_heads(self) -> bool:
+        """Whether every head of every batch sees the same."""
+        return self.blocks is None or self.blocks.shape[:2] == (1, 1)
+
+    def last_seen(self, stop: int) -> int:
+        """A number of keys, at least 1, behind which no query before `stop` sees one."""
+        if self.causal is None:
+            return self.keys
+        return max(1, min(self.keys, stop if self.causal == "top_left" else stop + self.keys - self.queries))
+
+    def visible(
+        self, batch: int, head: int, rows: Int[Tensor, " rows"], keys: int | None = None
+    ) -> Bool[Tensor, "rows keys"]:
+        """Whether each of the queries `rows` of one batch and query head sees each of the first `keys`. On the device of `rows`."""
+        keys = self.keys if keys is None else keys
         query = rows.to(torch.int64)[:, None]
-        key = torch.arange(self.keys, device=rows.device)[None, :]
-        seen = torch.ones((len(rows), self.keys), dtype=torch.bool, device=rows.device)
+        key = torch.arange(keys, device=rows.device)[None, :]
+        seen = torch.ones((len(rows), keys), dtype=torch.bool, device=rows.device)
         if self.causal == "top_left":
             seen &= key <= query
         elif self.causal == "bottom_right":

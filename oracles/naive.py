@@ -1,6 +1,6 @@
 """Textbook attention in float64, forward and closed-form backward: the working oracle.
 
-Long sequences are taken a block of query rows at a time, so that memory is block x keys and never queries x keys; the gradients of keys and
+Sequences are taken a block of query rows at a time, so that memory is block x keys and never queries x keys; the gradients of keys and
 values are summed over the blocks. Its own error is bounded like any other implementation's, with the claim `bounds.FLOAT64`.
 """
 
@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
+from flashproof.impls.shapes import Bool, Float
 from flashproof.oracles.problem import Problem
 
-BLOCK_SCORES = 2**22  # scores held at once: 32 MiB in float64
+# Scores held at once in each of the matrices of a block. On a CPU a matrix of 1 MiB stays in the cache from one step to the next; a GPU is
+# only busy with many.
+BLOCK_SCORES = {"cpu": 2**17, "cuda": 2**24}
+FEWEST_ROWS = 128  # of a block, however long the keys: products with fewer rows are slow
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,45 +33,106 @@ class Attention:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A block of query rows of one batch and head, with everything that attention computes on the way. P and dS are 0 at hidden keys."""
+    """A block of query rows, with everything that attention computes on the way. P and dS are 0 at hidden keys.
 
-    batch: int
-    head: int
-    start: int
-    query: Float[Tensor, "rows dim"]
-    key: Float[Tensor, "keys dim"]
-    value: Float[Tensor, "keys dim"]
-    dout: Float[Tensor, "rows dim"]
+    It has `kv_heads` key heads of the problem, counted through the batch, and of each the same rows of `groups` query heads, one head
+    after another: a product with a key head then takes all query heads that share it, and a sum over rows is one over these heads too.
+    Keys behind the last that any of the rows sees are left out.
+    """
+
+    heads: slice  # of the query heads, counted through the batch
+    kv_heads: slice  # of the key heads, counted through the batch
+    groups: int  # query heads of each key head in this block
+    start: int  # the first row, of each head
+    stop: int  # one past the last
+    all_keys: int  # of the problem: `keys` and more
+    query: Float[Tensor, "kv_heads rows dim"]
+    key: Float[Tensor, "kv_heads keys dim"]
+    value: Float[Tensor, "kv_heads keys dim"]
+    value_max: Float[Tensor, "kv_heads 1 dim"]  # the largest absolute values, over all keys
     scale: float
-    visible: Bool[Tensor, "rows keys"]
-    gain: Float[Tensor, "rows keys"] | None  # what dropout multiplies a weight by: 0 or 1/(1-p); None without dropout
-    scores: Float[Tensor, "rows keys"]  # S, scaled; 0 at hidden keys
-    maximum: Float[Tensor, "rows 1"]  # over visible keys; 0 in a row that sees none
-    weights: Float[Tensor, "rows keys"]  # P
-    lse: Float[Tensor, " rows"]  # L
-    out: Float[Tensor, "rows dim"]
-    dweights: Float[Tensor, "rows keys"]  # dP, with dropout's gain
-    delta: Float[Tensor, "rows 1"]
-    dscores: Float[Tensor, "rows keys"]  # dS
+    visible: Bool[Tensor, "kv_heads_or_1 rows keys"] | None  # None: every key of every row
+    gain: Float[Tensor, "kv_heads rows keys"] | None  # what dropout multiplies a weight by: 0 or 1/(1-p); None without dropout
+    largest_gain: float  # 1/(1-p)
+    scores: Float[Tensor, "kv_heads rows keys"]  # S, scaled; 0 at hidden keys
+    maximum: Float[Tensor, "kv_heads rows 1"]  # over visible keys; 0 in a row that sees none
+    weights: Float[Tensor, "kv_heads rows keys"]  # P
+    lse: Float[Tensor, "kv_heads rows 1"]  # L
+    out: Float[Tensor, "kv_heads rows dim"]
+    dout: Float[Tensor, "kv_heads rows dim"]
 
     @property
-    def stop(self) -> int:
-        """One past the last row."""
-        return self.start + len(self.query)
-
-    @property
-    def dropped_weights(self) -> Float[Tensor, "rows keys"]:
+    def dropped_weights(self) -> Float[Tensor, "kv_heads rows keys"]:
         """P after dropout."""
         return self.weights if self.gain is None else self.weights * self.gain
 
+    @property
+    def sees(self) -> Bool[Tensor, "kv_heads rows 1"]:
+        """Whether a row sees a key at all."""
+        return self.lse != -math.inf
 
-def row_blocks(problem: Problem, block_scores: int = BLOCK_SCORES) -> Iterator[Rows]:
-    """Every block of rows of every batch and head, in order."""
-    for batch, head in heads_of(problem):
-        query, key, value, dout = head_tensors(problem, batch, head)
-        size = max(1, min(len(query), block_scores // len(key)))
-        for start in range(0, len(query), size):
-            yield _rows(problem, batch, head, start, query[start : start + size], key, value, dout[start : start + size])
+    @property
+    def finite_lse(self) -> Float[Tensor, "kv_heads rows 1"]:
+        """L, and 0 in a row that sees no key."""
+        return torch.where(self.lse.isfinite(), self.lse, 0.0)
+
+    def slopes(self) -> "Slopes":
+        """What the backward computes of these rows."""
+        dweights = self.dout @ self.value.mT
+        if self.gain is not None:
+            dweights *= self.gain
+        delta = (self.dout * self.out).sum(dim=-1, keepdim=True)
+        slope = dweights - delta
+        return Slopes(dweights, delta, slope, self.weights * slope)
+
+    def write(self, whole: Float[Tensor, "batches all_heads queries *width"], part: Float[Tensor, "kv_heads rows dim"]) -> None:
+        """Puts what belongs to these rows where it stands in a tensor of all queries."""
+        part = part.reshape(self.heads.stop - self.heads.start, self.stop - self.start, part.shape[-1])
+        of_heads = whole.flatten(0, 1)[self.heads, self.start : self.stop]
+        of_heads.copy_(part if of_heads.ndim == part.ndim else part.squeeze(-1))
+
+    def add(
+        self,
+        whole: Float[Tensor, "batches all_kv_heads all_keys dim"],
+        of_scores: Float[Tensor, "kv_heads rows keys"],
+        of_rows: Float[Tensor, "kv_heads rows dim"],
+        factor: float = 1.0,
+    ) -> None:
+        """Adds factor (of_scores^T of_rows) to a tensor of all keys. The product is made the other way round, which takes BLAS half as long."""
+        of_keys = whole.flatten(0, 1)[self.kv_heads, : self.key.shape[1]]
+        of_keys.add_((of_rows.mT @ of_scores).mT, alpha=factor)
+
+
+@dataclass(frozen=True, eq=False)
+class Slopes:
+    """The backward's matrices of a block of rows."""
+
+    dweights: Float[Tensor, "kv_heads rows keys"]  # dP, with dropout's gain
+    delta: Float[Tensor, "kv_heads rows 1"]
+    slope: Float[Tensor, "kv_heads rows keys"]  # dP - delta
+    dscores: Float[Tensor, "kv_heads rows keys"]  # dS
+
+
+def row_blocks(problem: Problem, block_scores: int | None = None) -> Iterator[Rows]:
+    """Every block of rows of every head, in order. block_scores: how many scores a block has at most, but for whole rows."""
+    batches, heads, queries, _ = problem.query.shape
+    groups, all_keys = problem.groups, problem.key.shape[2]
+    if block_scores is None:
+        at_once = BLOCK_SCORES["cuda" if problem.query.is_cuda else "cpu"]
+        rows_at_once = max(FEWEST_ROWS, at_once // all_keys)
+    else:
+        at_once, rows_at_once = block_scores, max(1, block_scores // all_keys)
+    together = at_once // (groups * queries * all_keys)  # key heads that fit whole, with their query heads
+    step = groups * together if together else 1
+    for first in range(0, batches * heads, step):
+        of_heads = slice(first, min(first + step, batches * heads))
+        of_kv_heads = slice(first // groups, (of_heads.stop - 1) // groups + 1)
+        key, value = (tensor.flatten(0, 1)[of_kv_heads].to(torch.float64) for tensor in (problem.key, problem.value))
+        value_max = value.abs().amax(dim=1, keepdim=True)
+        for start in range(0, queries, rows_at_once):
+            stop = min(start + rows_at_once, queries)
+            seen = problem.mask.last_seen(stop)
+            yield _rows(problem, of_heads, of_kv_heads, slice(start, stop), key[:, :seen], value[:, :seen], value_max)
 
 
 def heads_of(problem: Problem) -> Iterator[tuple[int, int]]:
@@ -85,54 +149,81 @@ def head_tensors(problem: Problem, batch: int, head: int) -> tuple[Tensor, Tenso
     return query, key, value, dout
 
 
-def _rows(problem: Problem, batch: int, head: int, start: int, query: Tensor, key: Tensor, value: Tensor, dout: Tensor) -> Rows:
-    positions = torch.arange(start, start + len(query), device=query.device)
-    visible = problem.mask.visible(batch, head, positions)
-    gain = None
-    if problem.dropout.p:
-        gain = problem.dropout.kept(batch, head, positions, len(key)).to(torch.float64) / (1.0 - problem.dropout.p)
+def _rows(problem: Problem, heads: slice, kv_heads: slice, of_head: slice, key: Tensor, value: Tensor, value_max: Tensor) -> Rows:
+    count = kv_heads.stop - kv_heads.start
 
-    scores = problem.scale * (query @ key.T)
-    maximum = scores.masked_fill(~visible, -math.inf).amax(dim=1, keepdim=True)
+    def grouped(tensor: Tensor) -> Tensor:
+        """[heads, rows, ...] as [kv_heads, groups x rows, ...]."""
+        return tensor.reshape(count, -1, tensor.shape[-1])
+
+    query, dout = (grouped(tensor.flatten(0, 1)[heads, of_head].to(torch.float64)) for tensor in (problem.query, problem.dout))
+    visible, gain = _visible(problem, heads, of_head, key.shape[1]), None
+    if visible is not None:
+        # One mask for all heads is repeated for those of a group alone.
+        visible = grouped(visible) if len(visible) > 1 else visible.repeat(1, (heads.stop - heads.start) // count, 1)
+    largest_gain = 1.0 / (1.0 - problem.dropout.p)
+    if problem.dropout.p:
+        gain = grouped(_kept(problem, heads, of_head, key.shape[1])).to(torch.float64) * largest_gain
+
+    scores = (query @ key.mT).mul_(problem.scale)
+    hidden = None if visible is None else ~visible
+    maximum = (scores if hidden is None else scores.masked_fill(hidden, -math.inf)).amax(dim=-1, keepdim=True)
     empty = maximum == -math.inf
     maximum = maximum.masked_fill(empty, 0.0)
-    exponentials = torch.exp(scores - maximum).masked_fill(~visible, 0.0)
-    total = exponentials.sum(dim=1, keepdim=True)
-    weights = exponentials / total.masked_fill(empty, 1.0)
-    lse = (maximum + torch.log(total)).squeeze(1)
-    out = (weights if gain is None else weights * gain) @ value
-
-    dweights = dout @ value.T
-    if gain is not None:
-        dweights = dweights * gain
-    delta = (dout * out).sum(dim=1, keepdim=True)
+    weights = (scores - maximum).exp_()
+    if hidden is not None:
+        weights.masked_fill_(hidden, 0.0)
+        scores.masked_fill_(hidden, 0.0)
+    total = weights.sum(dim=-1, keepdim=True)
+    weights /= total.masked_fill(empty, 1.0)
     return Rows(
-        batch=batch,
-        head=head,
-        start=start,
+        heads=heads,
+        kv_heads=kv_heads,
+        groups=(heads.stop - heads.start) // count,
+        start=of_head.start,
+        stop=of_head.stop,
+        all_keys=problem.key.shape[2],
         query=query,
         key=key,
         value=value,
-        dout=dout,
+        value_max=value_max,
         scale=problem.scale,
         visible=visible,
         gain=gain,
-        scores=scores.masked_fill(~visible, 0.0),
+        largest_gain=largest_gain,
+        scores=scores,
         maximum=maximum,
         weights=weights,
-        lse=lse,
-        out=out,
-        dweights=dweights,
-        delta=delta,
-        dscores=weights * (dweights - delta),
+        lse=maximum + torch.log(total),
+        out=(weights if gain is None else weights * gain) @ value,
+        dout=dout,
     )
 
 
-def attention(problem: Problem, block_scores: int = BLOCK_SCORES) -> Attention:
+def _visible(problem: Problem, heads: slice, of_head: slice, keys: int) -> Bool[Tensor, "heads_or_1 rows keys"] | None:
+    """What rows of some heads see of the first keys. None: everything."""
+    mask, device = problem.mask, problem.query.device
+    if mask.causal is None and mask.blocks is None:
+        return None
+    positions = torch.arange(of_head.start, of_head.stop, device=device)
+    places = [divmod(head, problem.query.shape[1]) for head in range(heads.start, heads.stop)]
+    if mask.is_one_for_all_heads:
+        places = places[:1]
+    return torch.stack([mask.visible(batch, head, positions, keys) for batch, head in places])
+
+
+def _kept(problem: Problem, heads: slice, of_head: slice, keys: int) -> Bool[Tensor, "heads rows keys"]:
+    """What dropout keeps of the weights of rows of some heads."""
+    positions = torch.arange(of_head.start, of_head.stop, device=problem.query.device)
+    places = [divmod(head, problem.query.shape[1]) for head in range(heads.start, heads.stop)]
+    return torch.stack([problem.dropout.kept(batch, head, positions, keys) for batch, head in places])
+
+
+def attention(problem: Problem, block_scores: int | None = None) -> Attention:
     """Attention and its gradients in float64, on the device of the problem. The worst-case error is `bounds.bounds(problem, FLOAT64)`."""
     answer = empty_answer(problem)
     for rows in row_blocks(problem, block_scores):
-        add_rows(answer, rows, problem.groups)
+        add_rows(answer, rows, rows.slopes())
     return answer
 
 
@@ -142,15 +233,22 @@ def empty_answer(problem: Problem) -> Attention:
     def zeros(like: Tensor) -> Tensor:
         return torch.zeros(like.shape, dtype=torch.float64, device=like.device)
 
-    return Attention(zeros(problem.query), zeros(problem.query[..., 0]), zeros(problem.query), zeros(problem.key), zeros(problem.key))
+    of_keys = [zeros_of_keys(problem, problem.key.shape[3]) for _ in range(2)]
+    return Attention(zeros(problem.query), zeros(problem.query[..., 0]), zeros(problem.query), *of_keys)
 
 
-def add_rows(answer: Attention, rows: Rows, groups: int) -> None:
-    """Writes a block of rows into the answer, and adds its share of dK and dV: grouped heads sum theirs."""
-    here = (rows.batch, rows.head, slice(rows.start, rows.stop))
-    there = (rows.batch, rows.head // groups)
-    answer.out[here] = rows.out
-    answer.lse[here] = rows.lse
-    answer.dq[here] = rows.scale * (rows.dscores @ rows.key)
-    answer.dk[there] += rows.scale * (rows.dscores.T @ rows.query)
-    answer.dv[there] += rows.dropped_weights.T @ rows.dout
+def zeros_of_keys(problem: Problem, width: int) -> Float[Tensor, "batches all_kv_heads all_keys width"]:
+    """Zeros for `Rows.add`, in the memory layout of what it adds: numbers of neighbouring keys are neighbours."""
+    batches, kv_heads, keys, _ = problem.key.shape
+    return torch.zeros((batches, kv_heads, width, keys), dtype=torch.float64, device=problem.key.device).mT
+
+
+def add_rows(answer: Attention, rows: Rows, slopes: Slopes | None) -> None:
+    """Writes a block of rows into the answer, and adds its share of dK and dV: grouped heads sum theirs. slopes: None for the forward alone."""
+    rows.write(answer.out, rows.out)
+    rows.write(answer.lse, rows.lse)
+    if slopes is None:
+        return
+    rows.write(answer.dq, rows.scale * (slopes.dscores @ rows.key))
+    rows.add(answer.dk, slopes.dscores, rows.query, rows.scale)
+    rows.add(answer.dv, rows.dropped_weights, rows.dout)

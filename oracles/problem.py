@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from jaxtyping import Float
 from torch import Tensor
 
+from flashproof.impls.shapes import Float
 from flashproof.oracles.masks import Dropout, Mask
 
 

@@ -20,13 +20,13 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from flashproof.impls.shapes import Float
 from flashproof.impls.spec import Arithmetic
 from flashproof.oracles import bounds, naive
 from flashproof.oracles.bounds import Claim, Units
-from flashproof.oracles.naive import Attention, Rows
+from flashproof.oracles.naive import Attention, Rows, Slopes
 from flashproof.oracles.problem import Problem
 
 
@@ -73,8 +73,9 @@ class _Adding:
         self.dk_sums, self.dv_sums = torch.zeros_like(self.answer.dk[:, :, 0]), torch.zeros_like(self.answer.dv[:, :, 0])
         exact = naive.empty_answer(problem)
         for rows in naive.row_blocks(problem):
-            naive.add_rows(exact, rows, problem.groups)
-            self._add(rows, problem.groups)
+            slopes = rows.slopes()
+            naive.add_rows(exact, rows, slopes)
+            self._add(rows, slopes, problem.groups)
         # What grows with a whole sum over queries: an exponential that leans, partial sums that do, the last rounding.
         exact.dq[exact.lse == -math.inf] = math.nan  # a row that sees no key is exactly 0
         leaning = self.exponential + 2.0 * self.rounding + self._sum(self.columns, 0.0, 1.0) + self._sixteen_bit_sum(problem.groups, 0.0, 1.0)
@@ -99,51 +100,51 @@ class _Adding:
     def _last(self, exact: Tensor) -> Tensor:
         return bounds.half_unit(exact, self.dtype).square() / 3.0
 
-    def _add(self, rows: Rows, groups: int) -> None:
+    def _add(self, rows: Rows, slopes: Slopes, groups: int) -> None:
         """The share of one block of rows. Products of squares, since independent errors add so: P^2 V^2 is the sum over keys of (P_ij V_jd)^2."""
-        dim, keys = rows.query.shape[1], len(rows.key)
+        dim, keys = rows.query.shape[-1], rows.all_keys
         query_squares, key_squares, value_squares, dout_squares = (x.square() for x in (rows.query, rows.key, rows.value, rows.dout))
-        weights_squares, out_squares, delta_squares = rows.weights.square(), rows.out.square(), rows.delta.square()
-        lse_squares = torch.where(rows.lse.isfinite(), rows.lse, 0.0)[:, None].square()
+        weights_squares, out_squares, delta_squares = rows.weights.square(), rows.out.square(), slopes.delta.square()
+        lse_squares = rows.finite_lse.square()
         # Each step of the online softmax but the first rescales: an exponential, and six roundings of what is summed so far.
         online_sum = keys + 6 * (self.units.tiles - 1)
         exponentials = 1.0 if self.units.tiles == 1 else 2.0
 
         # Relative error of a weight: its score, three multiplications, two subtractions, one exponential, and one more where tiles or splits are merged.
         weight = (
-            self._sum(dim, rows.scale**2 * (query_squares @ key_squares.T), rows.scores.square())
+            self._sum(dim, rows.scale**2 * (query_squares @ key_squares.mT), rows.scores.square())
             + self.rounding * (3.0 * (rows.scores.square() + lse_squares) + 2.0 * (rows.maximum - rows.scores).square())
             + exponentials * self.exponential
         )
         moved = weights_squares * weight
         weighted_squares = weights_squares @ value_squares
-        total = self._sum(online_sum, weights_squares.sum(dim=1, keepdim=True), 1.0)  # of the row's sum, relative
+        total = self._sum(online_sum, weights_squares.sum(dim=-1, keepdim=True), 1.0)  # of the row's sum, relative
 
         # --- out: sum_j P_j theta_j (V_j - O), the two sums, the casts, a division, the last rounding
-        apart = (moved @ value_squares - 2.0 * rows.out * (moved @ rows.value) + out_squares * moved.sum(dim=1, keepdim=True)).clamp(min=0.0)
+        apart = (moved @ value_squares - 2.0 * rows.out * (moved @ rows.value) + out_squares * moved.sum(dim=-1, keepdim=True)).clamp(min=0.0)
         sums = self._sum(online_sum, weighted_squares, out_squares) + out_squares * (total + 3.0 * self.rounding)
-        visible = rows.visible.to(torch.float64)
+        visible = torch.ones_like(rows.weights) if rows.visible is None else rows.visible.to(torch.float64)
         out = apart + sums + self.cast * weighted_squares + self._last(rows.out) + self.underflow * (visible @ value_squares)
-        lse = moved.sum(dim=1, keepdim=True) + self.exponential + total + 3.0 * self.rounding * (lse_squares + 1.0) + self.units.u_l**2 / 3.0 * lse_squares
+        lse = moved.sum(dim=-1, keepdim=True) + self.exponential + total + 3.0 * self.rounding * (lse_squares + 1.0) + self.units.u_l**2 / 3.0 * lse_squares
 
         # --- delta, one error for all keys of a row: from the stored output, or from sum_j P_j dP_j; the larger is not known, so both
-        slope_squares = (rows.dweights - rows.delta).square()
-        dweights_squares = rows.dweights.square()
-        weighted_dweights = (weights_squares * dweights_squares).sum(dim=1, keepdim=True)
-        from_output = (dout_squares * (sums + self._last(rows.out))).sum(dim=1, keepdim=True) + (moved * slope_squares).sum(dim=1, keepdim=True)
-        from_output = from_output + self.cast * weighted_dweights + self._sum(dim, (dout_squares * out_squares).sum(dim=1, keepdim=True), delta_squares)
-        from_weights = self._sum(keys, weighted_dweights, delta_squares) + (moved * dweights_squares).sum(dim=1, keepdim=True) + lse * delta_squares
+        slope_squares = slopes.slope.square()
+        dweights_squares = slopes.dweights.square()
+        weighted_dweights = (weights_squares * dweights_squares).sum(dim=-1, keepdim=True)
+        from_output = (dout_squares * (sums + self._last(rows.out))).sum(dim=-1, keepdim=True) + (moved * slope_squares).sum(dim=-1, keepdim=True)
+        from_output = from_output + self.cast * weighted_dweights + self._sum(dim, (dout_squares * out_squares).sum(dim=-1, keepdim=True), delta_squares)
+        from_weights = self._sum(keys, weighted_dweights, delta_squares) + (moved * dweights_squares).sum(dim=-1, keepdim=True) + lse * delta_squares
         delta = from_output + from_weights
 
         # --- dS: what each element has of its own. P may be cast before dS is, and dS be multiplied by a scale below 1 before its cast underflows.
-        dscores_squares = rows.dscores.square()
+        dscores_squares = slopes.dscores.square()
         scaled_before = max(1.0, 1.0 / rows.scale**2) if rows.scale else 1.0
         own = (
             dscores_squares * (weight + 3.0 * self.rounding + 2.0 * self.cast)
-            + weights_squares * self._sum(dim, dout_squares @ value_squares.T, dweights_squares)
+            + weights_squares * self._sum(dim, dout_squares @ value_squares.mT, dweights_squares)
             + self.underflow * scaled_before * (1.0 + slope_squares) * visible
         )
-        dq_squares = (rows.dscores @ rows.key).square()
+        dq_squares = (slopes.dscores @ rows.key).square()
         dscores_keys = dscores_squares @ key_squares
         dq = (
             own @ key_squares
@@ -152,18 +153,16 @@ class _Adding:
             + self._sum(keys, dscores_keys, dq_squares)
             + self._sixteen_bit_sum(1, dscores_keys, dq_squares)
         )
-        dscores_queries, weights_douts = dscores_squares.T @ query_squares, weights_squares.T @ dout_squares
-        dk = (own + dscores_squares * lse + weights_squares * delta).T @ query_squares
-        dk = dk + self._sum(self.columns, dscores_queries, 0.0) + self._sixteen_bit_sum(groups, dscores_queries, 0.0)
-        dv = (weights_squares * (weight + lse + 2.0 * self.rounding + self.cast) + self.underflow * visible).T @ dout_squares
-        dv = dv + self._sum(self.columns, weights_douts, 0.0) + self._sixteen_bit_sum(groups, weights_douts, 0.0)
+        dk = own + dscores_squares * (lse + self._sum(self.columns, 1.0, 0.0) + self._sixteen_bit_sum(groups, 1.0, 0.0)) + weights_squares * delta
+        of_weights = weight + lse + 2.0 * self.rounding + self.cast + self._sum(self.columns, 1.0, 0.0) + self._sixteen_bit_sum(groups, 1.0, 0.0)
+        dv = weights_squares * of_weights + self.underflow * visible
 
-        here, there = (rows.batch, rows.head, slice(rows.start, rows.stop)), (rows.batch, rows.head // groups)
-        seen = rows.visible.any(dim=1, keepdim=True)  # a row that sees no key is exactly 0, its lse exactly -inf
-        self.answer.out[here] = torch.where(seen, out, 0.0)
-        self.answer.lse[here] = torch.where(seen, lse, 0.0).squeeze(1)
-        self.answer.dq[here] = torch.where(seen, rows.scale**2 * dq, 0.0)
-        self.answer.dk[there] += rows.scale**2 * dk
-        self.answer.dv[there] += dv
-        self.dk_sums[there] += rows.scale**2 * (delta * query_squares).sum(dim=0)
-        self.dv_sums[there] += (lse * dout_squares).sum(dim=0)
+        # A row that sees no key is exactly 0, its lse exactly -inf.
+        rows.write(self.answer.out, torch.where(rows.sees, out, 0.0))
+        rows.write(self.answer.lse, torch.where(rows.sees, lse, 0.0))
+        rows.write(self.answer.dq, torch.where(rows.sees, rows.scale**2 * dq, 0.0))
+        rows.add(self.answer.dk, dk, query_squares, rows.scale**2)
+        rows.add(self.answer.dv, dv, dout_squares)
+        every_key = torch.ones_like(rows.weights[..., :1])
+        rows.add(self.dk_sums[:, :, None], every_key, delta * query_squares, rows.scale**2)
+        rows.add(self.dv_sums[:, :, None], every_key, lse * dout_squares)

@@ -4,10 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from flashproof.impls.shapes import Float
 from flashproof.oracles import bounds
 
 BIAS_BLOCKS = 64  # blocks of rows, or of columns, over which the standard error of the bias is taken, at most
@@ -84,10 +85,11 @@ def rho(actual: Tensor, exact: Float[Tensor, "..."], bound: Float[Tensor, "..."]
     if actual.shape != exact.shape:
         raise ValueError(f"actual: shape {list(actual.shape)} differs from the exact result's {list(exact.shape)}")
     ratio = ratios(actual, exact, bound, oracle_error)
-    place = int(ratio.flatten().argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), ratio.shape))
-    got, true = float(actual[index].to(torch.float64)), float(exact[index])
-    return Rho(float(ratio[index]), Worst(index, got, true, abs(got - true), float(bound[index])))
+    place = ratio.flatten().argmax()
+    found = [tensor.reshape(-1)[place].to(torch.float64) for tensor in (ratio, actual, exact, bound)]
+    where, value, got, true, allowed = torch.stack([place.to(torch.float64), *found]).tolist()  # one answer of a GPU to wait for
+    index = tuple(int(i) for i in np.unravel_index(int(where), tuple(ratio.shape)))
+    return Rho(value, Worst(index, got, true, abs(got - true), allowed))
 
 
 def missed(actual: Tensor, exact: Float[Tensor, "..."], before: Float[Tensor, "..."]) -> Tensor:
@@ -103,24 +105,27 @@ def bias(actual: Tensor, exact: Float[Tensor, "..."], float32_bound: Float[Tenso
     weights to nearest makes on this input; what they lean is allowed on top.
     """
     rows = exact.reshape(-1, exact.shape[-1])
-    got = actual.to(torch.float64).reshape(rows.shape)
-    if min(rows.shape) < BIAS_FEWEST_BLOCKS or not (got.isfinite().all() and rows.isfinite().all()):
+    if min(rows.shape) < BIAS_FEWEST_BLOCKS:
         return None
+    got = actual.to(torch.float64).reshape(rows.shape)
     in_ulps = actual.dtype in (torch.float16, torch.bfloat16)
     unit = (bounds.worst_unit(rows, actual.dtype) if in_ulps else float32_bound.reshape(rows.shape)).sum()
-    if unit == 0.0 or not unit.isfinite():
+    beyond = got - rows.to(actual.dtype).to(torch.float64)  # the error less that of the correctly rounded result
+    figures = [unit, float32_bound.sum(), (got.isfinite() & rows.isfinite()).all().to(torch.float64)]
+    for sign in (rows.sign(), None):
+        weighted = beyond if sign is None else beyond * sign
+        own = [(cast.reshape(rows.shape) if sign is None else cast.reshape(rows.shape) * sign).sum().abs() for cast in casts]
+        figures += [weighted.sum(), _standard_error(weighted.sum(dim=1)), _standard_error(weighted.sum(dim=0)), *own]
+    total, explained, finite, *signed = torch.stack(figures).tolist()  # one answer of a GPU to wait for
+    if not finite or total == 0.0 or not math.isfinite(total):
         return None
-    rounded = rows.to(actual.dtype).to(torch.float64)
-    beyond = got - rounded  # the error less that of the correctly rounded result
-    explained = float(float32_bound.sum() / unit) if in_ulps else 0.0
+    explained = explained / total if in_ulps else 0.0
     if explained > 1.0:
         return None  # float32 alone may be off by more than an output's rounding, and to either side: a lean of a fraction of it says nothing
     leans = []
-    for sign in (rows.sign(), torch.ones_like(rows)):
-        weighted = beyond * sign
-        error = max(_standard_error(weighted.sum(dim=1)), _standard_error(weighted.sum(dim=0)))
-        own = max((float((cast.reshape(rows.shape) * sign).sum().abs() / unit) for cast in casts), default=0.0)
-        leans.append(Bias(float(weighted.sum() / unit), float(error / unit), bounds.BIAS_ALLOWANCE + explained + own))
+    for lean, by_row, by_column, *of_casts in (signed[: len(signed) // 2], signed[len(signed) // 2 :]):
+        allowance = bounds.BIAS_ALLOWANCE + explained + max(of_casts, default=0.0) / total
+        leans.append(Bias(lean / total, max(by_row, by_column) / total, allowance))
     return max(leans, key=lambda lean: abs(lean.value) - bounds.BIAS_STANDARD_ERRORS * lean.standard_error - lean.allowance)
 
 
@@ -129,7 +134,9 @@ def _standard_error(errors: Float[Tensor, " n"]) -> Tensor:
     of the two ways to sum a tensor the one that varies more tells.
     """
     blocks = min(BIAS_BLOCKS, len(errors))
-    sums = torch.stack([block.sum() for block in errors.tensor_split(blocks)])
+    size, longer = divmod(len(errors), blocks)  # so many blocks have one error more, as of torch.tensor_split
+    split = longer * (size + 1)
+    sums = torch.cat([errors[:split].reshape(longer, size + 1).sum(dim=1), errors[split:].reshape(blocks - longer, size).sum(dim=1)])
     return torch.sqrt(blocks / max(1, blocks - 1) * (sums - sums.mean()).square().sum())
 
 

@@ -1,33 +1,56 @@
-"""`python -m reports RECORDS... -o DIR`: merges the records of several machines into one site."""
+"""`python -m flashproof.reports RECORDS... -o DIR`: merges the records of several runs or machines into one site."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flashproof.reports.pages import write_site
+PROGRAM = "python -m flashproof.reports"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def merge(records: Sequence[Path], output: Path, program: str = PROGRAM) -> int:
     """Writes the site and prints where. Returns the exit status: 0, or 2 with a line on stderr that names the file at fault."""
-    parser = argparse.ArgumentParser(
-        prog="python -m reports", description="Makes one HTML accuracy report of the records of one or several runs. It opens offline and never needs a GPU."
-    )
-    parser.add_argument("records", nargs="+", type=Path, metavar="RECORDS", help="record files (JSON lines), as pytest writes them")
-    parser.add_argument("-o", "--output", required=True, type=Path, metavar="DIR", help="where the site goes; DIR/index.html is its first page")
-    options = parser.parse_args(arguments)
-    if options.output.exists() and not options.output.is_dir():
-        return _fail(f"--output {options.output}: is a file; give a directory")
+    if output.exists() and not output.is_dir():
+        return _fail(program, f"--output {output}: is a file; give a directory")
     try:
-        index = write_site(options.records, options.output)
+        from flashproof.reports.pages import write_site
+    except ImportError as error:
+        return _fail(program, f"{error.name} is not installed; pip install 'flashproof[report]' installs it")
+    try:
+        index = write_site(records, output)
     except (OSError, ValueError) as error:
-        return _fail(str(error))
+        return _fail(program, str(error))
     print(index)
     return 0
 
 
-def _fail(message: str) -> int:
-    print(f"reports: {message}", file=sys.stderr)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the command line, and merges."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Makes one HTML report of the records of one or several runs. It opens offline and needs no GPU.",
+    )
+    parser.add_argument(
+        "records",
+        nargs="+",
+        type=Path,
+        metavar="RECORDS",
+        help="record files (JSON lines), as a run writes them",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="where the site goes; DIR/index.html is its first page",
+    )
+    options = parser.parse_args(arguments)
+    return merge(options.records, options.output)
+
+
+def _fail(program: str, message: str) -> int:
+    print(f"{program}: {message}", file=sys.stderr)
     return 2
 
 

@@ -1,10 +1,11 @@
 """Evidence: the records of one or several runs, merged by implementation and by machine."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -66,6 +67,7 @@ class Kernel:
     memory: tuple[tuple[Memory, Machine], ...]
     traffic: tuple[Traffic, ...]
     resources: tuple[Resources, ...]
+    claimed_by: tuple[str, ...] = ()  # the runs that the claim is put together from
 
     @cached_property
     def judged_in(self) -> dict[tuple[Machine, str, str], list[Judged]]:
@@ -88,6 +90,19 @@ class Evidence:
     machines: tuple[Machine, ...] = field(default=())
     mutation: "Mutation | None" = None
 
+    @cached_property
+    def runs(self) -> frozenset[str]:
+        """The runs that this evidence comes from. Of every other run, nothing is left."""
+        found = {curve.run for curve, _ in self.curves}
+        if self.mutation:
+            found.add(self.mutation.environment.run)
+        for kernel in self.kernels:
+            found |= {judged.judgement.run for judged in kernel.judged}
+            found |= {absence.run for absence, _ in kernel.absences} | {record.run for record, _ in kernel.memory}
+            found |= {record.run for record in kernel.traffic} | {record.run for record in kernel.resources}
+            found |= set(kernel.claimed_by)
+        return frozenset(found)
+
 
 @dataclass(frozen=True)
 class Mutation:
@@ -105,20 +120,30 @@ def severity(judged: Judged) -> tuple[int, float]:
     return statuses.index(judged.judgement.status), size(judged.rho)
 
 
-def gather(paths: Iterable[Path]) -> Evidence:
+def gather(paths: Iterable[Path], damaged: list[str] | None = None) -> Evidence:
     """Reads record files and merges them.
 
-    When the same thing was judged (or measured) by several runs on devices of the same name, the run of the later date wins; devices of different names
-    stand beside each other. When one run judged the same thing twice, the worst counts.
+    A whole run leaves nothing out of what an implementation claims. The last whole run of an implementation on a
+    machine takes the place of all earlier runs there. What narrower runs found later is added to it: when several runs
+    judged or measured the same thing, the run of the later date wins. Machines of different names stand beside each
+    other. When one run judged the same thing twice, the worst counts.
+
+    damaged: a list that takes the words about files that cannot be read, which are then left out.
 
     Raises OSError for a file that cannot be read, and ValueError naming a file without records, a line that is none, a date that is none, a curve of
     unequal sides, and a run whose environment is missing or told in two ways.
     """
     records: list[tuple[Path, Record]] = []
     for path in {path.resolve(): path for path in paths}.values():  # each file once, by the name that it was given
-        of_file = list(read(path))
-        if not of_file:
-            raise ValueError(f"{path}: holds no records")
+        try:
+            of_file = list(read(path))
+            if not of_file:
+                raise ValueError(f"{path}: holds no records")
+        except (OSError, ValueError) as error:
+            if damaged is None:
+                raise
+            damaged.append(str(error))
+            continue
         records += [(path, record) for record in of_file]
     environments: dict[str, Environment] = {}
     for path, record in records:
@@ -152,6 +177,7 @@ def _merged(records: list[Record], environments: dict[str, Environment]) -> Evid
             return Machine(record.device, environment.device)
         return Machine(record.device, f"{record.device.upper()} beside {environment.device}")
 
+    records = _since_the_last_whole_run(records, environments, dates)
     judged = [Judged(r, machine(r)) for r in records if isinstance(r, Judgement)]
     judged = _last_run(judged, lambda j: j.judgement.run, _identity)
     judged = list(_worst_of_each(judged))
@@ -175,7 +201,11 @@ def _merged(records: list[Record], environments: dict[str, Environment]) -> Evid
     about = {(r.run, r.device) for r in records if isinstance(r, Judgement)}
     runs = {run for run, _ in about}
     told = [r for r in records if isinstance(r, Absence) and (r.reason != "not claimed" or r.run not in runs or (r.run, r.device) in about)]
-    absences = [(r, _asked(r, machine(r), environments[r.run])) for r in told]
+    absences = _last_run(
+        [(r, _asked(r, machine(r), environments[r.run])) for r in told],
+        lambda pair: pair[0].run,
+        lambda pair: (msgspec.structs.replace(pair[0], run=""), pair[1]),
+    )
     claims = [r for r in records if isinstance(r, Claim)]
 
     named = [r for r in records if not isinstance(r, Environment | Curve | Specimen | Judge | Trial)]
@@ -196,6 +226,7 @@ def _merged(records: list[Record], environments: dict[str, Environment]) -> Evid
             Kernel(
                 name=name,
                 claim=_claim(own_claims),
+                claimed_by=_claimed_by(own_claims),
                 machines=tuple(sorted(machines)),
                 judged=tuple(own),
                 absences=tuple(own_absences),
@@ -273,6 +304,65 @@ def _claim(claims: list[Claim]) -> Claim | None:
         return None
     arithmetic = {where: fields for claim in claims for where, fields in claim.arithmetic.items()}
     return msgspec.structs.replace(claims[-1], arithmetic=arithmetic)
+
+
+def _claimed_by(claims: list[Claim]) -> tuple[str, ...]:
+    """The runs that `_claim` takes something from."""
+    last = {where: claim.run for claim in claims for where in claim.arithmetic}
+    return tuple(dict.fromkeys([*last.values(), *(claim.run for claim in claims[-1:])]))
+
+
+_OF_A_VERIFICATION = Judgement | Absence | Memory | Claim  # what a whole run makes anew
+
+
+def _since_the_last_whole_run(
+    records: list[Record],
+    environments: dict[str, Environment],
+    dates: dict[str, datetime],
+) -> list[Record]:
+    """The records less those that a whole run has taken the place of: of one implementation, on one machine."""
+    whole: dict[tuple[str, Machine], datetime] = {}
+    for record in records:
+        environment = environments[record.run]
+        if isinstance(record, Claim) and record.ended and environment.whole:
+            place = record.implementation, Machine(environment.kind, environment.device)
+            whole[place] = max(whole.get(place, dates[record.run]), dates[record.run])
+
+    def stands(record: Record) -> bool:
+        if not isinstance(record, _OF_A_VERIFICATION):
+            return True
+        environment = environments[record.run]
+        last = whole.get((record.implementation, Machine(environment.kind, environment.device)))
+        return last is None or dates[record.run] >= last
+
+    return [record for record in records if stands(record)]
+
+
+_RUN_FILE = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}\.jsonl")
+_GRACE = timedelta(days=1)  # for a run that may still go on
+
+
+def clear(folder: Path, evidence: Evidence, now: datetime | None = None) -> list[Path]:
+    """Removes the files of runs that nothing is left of. Returns them.
+
+    Only files that have the name of a run are looked at. One whose run has not come to its end stays for a day.
+    """
+    removed = []
+    for path in sorted(folder.glob("*.jsonl")):
+        if not _RUN_FILE.fullmatch(path.name):
+            continue
+        try:
+            records = list(read(path))
+        except (OSError, ValueError):
+            continue
+        found = [record for record in records if isinstance(record, Environment)]
+        if not found or any(environment.run in evidence.runs for environment in found):
+            continue
+        ended = any(isinstance(record, Claim) for record in records)
+        if ended or all((now or datetime.now(UTC)) - _date(environment) > _GRACE for environment in found):
+            path.unlink()
+            removed.append(path)
+    return removed
 
 
 def dtype_order(dtype: str) -> tuple[int, str]:

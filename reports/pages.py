@@ -20,11 +20,18 @@ AXES = {"queries": "sequence length", "magnitude": "score magnitude", "score": "
 
 
 def write_site(records_paths: Iterable[Path], directory: Path) -> Path:
-    """Merges record files (`evidence.gather`) and writes `directory`/index.html with one page an implementation. Returns the index.
+    """Merges record files (`evidence.gather`) and writes their site. Returns the index.
 
-    Pages of an earlier site in the directory are removed; other files are left alone. Raises OSError and ValueError naming the file.
+    Raises OSError and ValueError, which name the file.
     """
-    evidence = gather(records_paths)
+    return write_pages(gather(records_paths), directory)
+
+
+def write_pages(evidence: Evidence, directory: Path) -> Path:
+    """Writes `directory`/index.html, with one page for each implementation. Returns the index.
+
+    Pages of an earlier site in the directory are removed. Other files are left alone.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     pages = {f"{wording.stem(kernel.name)}.html": kernel_page(kernel, evidence) for kernel in evidence.kernels}
     pages["index.html"] = index_page(evidence)

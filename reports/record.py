@@ -24,7 +24,7 @@ class Environment(msgspec.Struct, tag="environment", kw_only=True, frozen=True):
     date: str  # ISO 8601, UTC
     commit: str  # of flashproof, when it ran from a clone of its own; ends in "+" when the tree had changes
     project_commit: str = ""  # of the repository that the run was started in
-    whole: bool = True  # whether every case was run that the run's implementations claim: nothing narrowed it
+    whole: bool = False  # whether the run left out nothing of what its implementations claim
     device: str  # "NVIDIA H200" or the CPU's name
     kind: Literal["cpu", "cuda"]
     versions: dict[str, str]  # {"python": ..., "torch": ..., "triton": ..., "cuda": ..., "driver": ...}, what is there
@@ -40,6 +40,7 @@ class Claim(msgspec.Struct, tag="claim", kw_only=True, frozen=True):
     supports: dict[str, str | int | float | bool | list[str | int]]  # the fields of flashproof.impls.spec.Supports
     arithmetic: dict[str, dict[str, str | int | float | None]]  # "float16 on cuda" -> the fields of flashproof.impls.spec.Arithmetic
     bare: bool
+    ended: bool = True  # whether the run came to its end: nobody broke it off
     one_code: dict[str, list[str]] = {}  # "cuda" -> dtypes among which a run deals the cases that ask for nothing but a shape
 
 
@@ -80,6 +81,7 @@ class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
     seconds: float = 0.0
     message: str = ""  # of a failure, a refusal or a known defect: a sentence that the figures do not say
     link: str = ""  # of a known defect: where it is reported
+    of_every_call: bool = False  # of a failure or a refusal: every call ends like this, whatever the case
     axes: dict[str, float] = {}  # where the case stands in a sweep: {"queries": 1024, "magnitude": 8.0, "score": 88.5}
 
 

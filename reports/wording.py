@@ -94,8 +94,15 @@ def failure_block(judgement: Judgement, threshold: str = "") -> str:
 
     threshold: "passes at magnitude 8, fails from 16", from a sweep. It is shown where the run itself found no such words.
     """
+    lines = finding(judgement, judgement.implementation, judgement.tensor or judgement.check, judgement.dtype)
+    lines += ["" if judgement.message else threshold, judgement.message.strip(), f"again: {repeat_line(judgement)}"]
+    return "\n".join(line for line in lines if line)
+
+
+def finding(judgement: Judgement, *about: str) -> list[str]:
+    """The lines that tell of a judgement's figures: rho, the worst element, what its row looks like, the bias. about: the words that they begin with."""
     worst = worst_rho(judgement)
-    head = "  ".join((judgement.implementation, judgement.tensor or judgement.check, judgement.dtype))
+    head = "  ".join(about)
     lines = []
     if worst is not None:
         statistical = size(judgement.rho_statistical) > size(judgement.rho)
@@ -110,8 +117,7 @@ def failure_block(judgement: Judgement, threshold: str = "") -> str:
         lines.append(judgement.worst.note)
     if judgement.bias is not None and (size(worst) <= 1 or abs(judgement.bias) > (judgement.bias_allowance or 0.0)):
         lines.append(bias_line(judgement))
-    lines += ["" if judgement.message else threshold, judgement.message.strip(), f"again: {repeat_line(judgement)}"]
-    return "\n".join(line for line in lines if line)
+    return [line for line in lines if line]
 
 
 def _sizes(worst: Element) -> tuple[str, str]:

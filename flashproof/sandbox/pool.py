@@ -90,6 +90,9 @@ class Run(Protocol):
     def cases(self, item: pytest.Item) -> list[str]:
         """The case lines of a check."""
 
+    def left_out(self, item: pytest.Item) -> str:
+        """Why a check is not to be run, after what the others have found; empty if it is to be run."""
+
     def record(self, record: Record) -> None:
         """Takes a record."""
 
@@ -191,6 +194,8 @@ class Pool:
         self.session, self.config, self.run_of, self.spawns = session, session.config, run, spawns
         self.jobs = deque(Job(item, run.owner(item), run.cases(item)) for item in session.items)
         self.slots: list[WorkerProcess | None] = [None] * max(1, min(count, len(self.jobs)))
+        self.first: dict[str, Job] = {}  # of an owner, the job that its others wait for: they may have nothing to do
+        self.ended: set[str] = set()  # owners whose first job has ended
         self.hangs: dict[str, int] = {}
         self.slowest: dict[str, float] = {}  # of an owner, the seconds of its longest call that returned
         self.memory = min(available_memory() // (len(self.slots) + 1), MEMORY)
@@ -228,17 +233,30 @@ class Pool:
         worker = self.slots[slot]
         while self.jobs:
             job = self._next_job(worker)
-            self.jobs.remove(job)
-            if self.hangs.get(job.owner, 0) >= HANGS:
-                reason = f"not run: {HANGS} calls of {job.owner} did not return"
+            if reason := self._left_out(job):
+                self.jobs.remove(job)
                 self._report(job, "skipped", (str(job.item.path), None, f"Skipped: {reason}"))
                 continue
             if worker is None or worker.owner != job.owner:
                 if worker is not None:
                     worker.end()
                 worker = self.slots[slot] = WorkerProcess(job.owner, self._spawn if self.spawns else self._fork)
+            if self._waits(job):
+                return  # the worker starts meanwhile
+            self.jobs.remove(job)
+            if job.owner:
+                self.first.setdefault(job.owner, job)
             worker.begin(job)
             return
+
+    def _left_out(self, job: Job) -> str:
+        if self.hangs.get(job.owner, 0) >= HANGS:
+            return f"not run: {HANGS} calls of {job.owner} did not return"
+        return self.run_of.left_out(job.item)
+
+    def _waits(self, job: Job) -> bool:
+        """Whether the first check of an external kernel is still at work."""
+        return job.owner in self.first and job.owner not in self.ended
 
     def _next_job(self, worker: WorkerProcess | None) -> Job:
         """A job of the worker's owner if one is left.
@@ -246,8 +264,9 @@ class Pool:
         Jobs with cases that no other worker has at the moment come first: two workers with the same cases would compute
         the same exact results, and whoever comes later finds them.
         """
-        of_owner = [job for job in self.jobs if worker is not None and job.owner == worker.owner]
-        waiting = of_owner or [job for job in self.jobs if job.owner == self.jobs[0].owner]
+        ready = [job for job in self.jobs if not self._waits(job)] or list(self.jobs)
+        of_owner = [job for job in ready if worker is not None and job.owner == worker.owner]
+        waiting = of_owner or [job for job in ready if job.owner == ready[0].owner]
         at_work = [other.job.cases for other in self.slots if other is not None and other.job is not None]
         return next((job for job in waiting if job.cases not in at_work), waiting[0])
 
@@ -288,6 +307,7 @@ class Pool:
                 self.config.hook.pytest_runtest_logreport(report=report)
             case "done":
                 worker.job = None
+                self.ended.add(job.owner)
                 if content:  # it has lost its device: the next check gets another worker
                     worker.end()
                     self.slots[self.slots.index(worker)] = None
@@ -326,6 +346,7 @@ class Pool:
         worker.end()
         worker.job = None
         self.slots[self.slots.index(worker)] = None
+        self.ended.add(job.owner)
         job.deaths += 1
         if status != SPOILT:  # such a worker has recorded the failure itself
             job.blocks.append(self.run_of.fail(job.item, job.current, message))

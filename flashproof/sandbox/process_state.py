@@ -1,4 +1,7 @@
-"""What a call must leave as it found it: the state that a process shares. Read before a call, compared after it, and put back."""
+"""The state of the process that a call must leave as it found it.
+
+It is read before a call, compared after it, and put back.
+"""
 
 import os
 import sys
@@ -79,7 +82,7 @@ SETTINGS = (
 
 
 class _Unclosable:
-    """A stream that notes an attempt to close it. Whoever keeps it, as a logger made during a call does, can go on writing to it."""
+    """A stream that notes an attempt to close it. A logger that was made during a call can go on writing to it."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -94,8 +97,10 @@ class _Unclosable:
 
 @contextmanager
 def left_alone() -> Generator[list[str], None, None]:
-    """While it is open, a call runs. Afterwards the list names what the call changed, and everything is as it was; the warnings filters, once the
-    `catch_warnings` around it is closed."""
+    """While this is open, a call runs. Afterwards the list names what the call changed, and all of it is put back.
+
+    The warnings filters are put back by the `catch_warnings` around it.
+    """
     changed: list[str] = []
     before = [(setting, setting.read()) for setting in SETTINGS]
     streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}

@@ -5,14 +5,13 @@ The kernels are reached through custom operators of torch (`flashproof::cuda_fa1
 
 import ctypes
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from flashproof.impls.call import Call, check_call
+from flashproof.impls.call import Attention, Call, Keys, Queries, Rows
 from flashproof.impls.cuda import launching
 from flashproof.impls.cuda.launching import (
     ELEMENTS,
@@ -29,7 +28,7 @@ from flashproof.impls.cuda.launching import (
     sign_of,
     vectors,
 )
-from flashproof.impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
+from flashproof.impls.spec import OWN_KERNELS, Arithmetic, Device, Dtype, Implementation, arithmetic_of_flash
 
 # ------------------------------------------------------------------------------------------------------------------------------ tiles
 
@@ -65,7 +64,7 @@ def tiles(dtype: torch.dtype, dim: int, twin: bool) -> Tiles:
 # --------------------------------------------------------------------------------------------------------------------------- launches
 
 
-def forward_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, out: Tensor, row_max: Tensor, row_sum: Tensor, lse: Tensor) -> Launch:
+def forward_launch(call: Call, query: Queries, key: Keys, value: Keys, out: Queries, row_max: Rows, row_sum: Rows, lse: Rows) -> Launch:
     """One block for each head. out, row_max and row_sum, float32, enter as 0, -inf and 0; lse is filled."""
     tile = tiles(query.dtype, call.dim, launching.on_twin(query)).forward
     shared_bytes = (tile.own + 2 * tile.step) * padded_dim(call.dim) * query.itemsize
@@ -77,16 +76,16 @@ def forward_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, out: T
 
 def backward_launch(
     call: Call,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dout: Tensor,
-    out: Tensor,
-    row_max: Tensor,
-    row_sum: Tensor,
-    dquery: Tensor,
-    dkey: Tensor,
-    dvalue: Tensor,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    dout: Queries,
+    out: Queries,
+    row_max: Rows,
+    row_sum: Rows,
+    dquery: Queries,
+    dkey: Keys,
+    dvalue: Keys,
 ) -> Launch:
     """One block for each key head. dquery, float32, enters as 0; dkey and dvalue are filled."""
     tile = tiles(query.dtype, call.dim, launching.on_twin(query)).backward
@@ -176,49 +175,23 @@ _forward.register_autograd(_differentiate, setup_context=_keep)
 # --------------------------------------------------------------------------------------------------------------------------- the call
 
 
-def attention(
-    query: Float[Tensor, "batch heads queries dim"],
-    key: Float[Tensor, "batch kv_heads keys dim"],
-    value: Float[Tensor, "batch kv_heads keys dim"],
-    *,
-    is_causal: bool = False,
-    causal_alignment: Alignment = "top_left",
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    dropout_p: float = 0.0,
-    dropout_seed: int = 0,
-    return_lse: bool = False,
-) -> Float[Tensor, "batch heads queries dim"] | tuple[Float[Tensor, "batch heads queries dim"], Float[Tensor, "batch heads queries"]]:
-    """softmax(scale query key^T) value, with gradients for query, key and value.
+@Attention
+def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows]:
+    """FlashAttention-1: (out, lse), with gradients for query, key and value.
 
-    scale is 1/sqrt(dim) unless given. With is_causal, query i sees key j when j <= i ("top_left") or j <= i + keys - queries ("bottom_right"). With enable_gqa,
-    heads is a multiple of kv_heads. dropout_p of the normalised weights are zeroed and the others divided by 1 - dropout_p, as drawn from dropout_seed. With
-    return_lse also the natural log of the sum of the exponentials of each query's scores, float32, which carries no gradient. A query that sees no key has
-    output 0, LSE -inf and zero gradients.
-
-    Raises TypeError or ValueError naming the argument that is wrong, and CudaError where a kernel cannot be compiled or launched.
+    Raises ValueError for a scale beyond float32, and CudaError where a kernel cannot be compiled or launched.
     """
-    call = check_call(
-        query,
-        key,
-        value,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-    )
     check_scale(call)
-    out, lse, *_ = _forward(query, key, value, call.scale, call.is_causal, call.offset, call.dropout_p, packed_seed(call.dropout_seed))
-    return (out, lse) if return_lse else out
+    options = (call.scale, call.is_causal, call.offset, call.dropout_p, packed_seed(call.dropout_seed))
+    out, lse, *_ = _forward(query, key, value, *options)
+    return out, lse
 
 
 def _arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
     """Tiles differ between head dims; the smallest make the most steps, so they are the ones claimed."""
     chosen = [tiles(getattr(torch, dtype), dim, device == "cpu") for dim in (64, 128, 256)]
-    return Arithmetic(
-        accumulate="tensor_core" if device == "cuda" and dtype != "float32" else "fma",
+    return replace(
+        arithmetic_of_flash(dtype, device),
         key_tile=min(tile.step for each in chosen for tile in (each.forward, each.backward)),
         query_tile=min(each.backward.own for each in chosen),
     )

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flashproof.impls.call import Call
+from flashproof.impls.call import Call, Keys, Queries, Rows
 from flashproof.impls.cuda import launching
 from flashproof.impls.cuda.launching import ELEMENTS, Launch, Problem, Tile, View, padded_dim, sign_of, vectors
-from flashproof.impls.spec import Arithmetic, Device, Dtype
+from flashproof.impls.spec import Arithmetic, Device, Dtype, arithmetic_of_flash
 
 # ------------------------------------------------------------------------------------------------------------------------------ tiles
 
@@ -56,8 +56,8 @@ def tiles(dtype: torch.dtype, dim: int, dropout: bool, strided: bool, twin: bool
 def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
     """Products exact, sums in float32, weights cast to the input dtype. Tiles differ between head dims; the smallest make the most steps: they are claimed."""
     chosen = [tiles(getattr(torch, dtype), dim, dropout, False, device == "cpu") for dim in (64, 128, 256) for dropout in (False, True)]
-    return Arithmetic(
-        accumulate="tensor_core" if device == "cuda" and dtype != "float32" else "fma",
+    return replace(
+        arithmetic_of_flash(dtype, device),
         key_tile=min(tile.step for each in chosen for tile in (each.forward, each.dquery)),
         query_tile=min(each.dkey_dvalue.step for each in chosen),
     )
@@ -75,7 +75,7 @@ class Masking:
     tensors: tuple[Tensor, ...] = ()
 
 
-def forward(call: Call, masking: Masking, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def forward(call: Call, masking: Masking, query: Queries, key: Keys, value: Keys) -> tuple[Queries, Rows]:
     """(out, lse)."""
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
@@ -84,8 +84,8 @@ def forward(call: Call, masking: Masking, query: Tensor, key: Tensor, value: Ten
 
 
 def backward(
-    call: Call, by_query: Masking, by_key: Masking, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    call: Call, by_query: Masking, by_key: Masking, dout: Queries, query: Queries, key: Keys, value: Keys, out: Queries, lse: Rows
+) -> tuple[Queries, Keys, Keys]:
     """(dquery, dkey, dvalue). `by_query` says which keys a tile of queries sees, `by_key` which queries see a tile of keys."""
     delta = torch.empty_like(lse)
     delta_launch(call, by_query.source, out, dout, delta).run()
@@ -95,14 +95,14 @@ def backward(
     return dquery, dkey, dvalue
 
 
-def forward_launch(call: Call, masking: Masking, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> Launch:
+def forward_launch(call: Call, masking: Masking, query: Queries, key: Keys, value: Keys, out: Queries, lse: Rows) -> Launch:
     """One block for each tile of queries of each head. Fills out and lse."""
     tile = _tiles_of(call, query, key, value).forward
     blocks = -(-call.queries // tile.own) * call.heads * call.batch
     return _launch("forward", call, masking, tile, blocks, tile.own + 4 * tile.step, (query, key, value), (out, lse))
 
 
-def delta_launch(call: Call, source: str, out: Tensor, dout: Tensor, delta: Tensor) -> Launch:
+def delta_launch(call: Call, source: str, out: Queries, dout: Queries, delta: Rows) -> Launch:
     """One block for a few queries of a head, a warp to each. Fills delta."""
     tile = _tiles_of(call, out).dquery
     blocks = -(-call.queries // tile.warps) * call.heads * call.batch
@@ -113,7 +113,7 @@ def delta_launch(call: Call, source: str, out: Tensor, dout: Tensor, delta: Tens
 
 
 def dkey_dvalue_launch(
-    call: Call, masking: Masking, query: Tensor, key: Tensor, value: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dkey: Tensor, dvalue: Tensor
+    call: Call, masking: Masking, query: Queries, key: Keys, value: Keys, dout: Queries, lse: Rows, delta: Rows, dkey: Keys, dvalue: Keys
 ) -> Launch:
     """One block for each tile of keys of each key head. Fills dkey and dvalue."""
     tile = _tiles_of(call, query, key, value, dout).dkey_dvalue
@@ -122,7 +122,7 @@ def dkey_dvalue_launch(
     return _launch("dkey_dvalue", call, masking, tile, blocks, 2 * tile.own + 4 * tile.step, (query, key, value, dout), others, 4 * tile.step)
 
 
-def dquery_launch(call: Call, masking: Masking, query: Tensor, key: Tensor, value: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dquery: Tensor) -> Launch:
+def dquery_launch(call: Call, masking: Masking, query: Queries, key: Keys, value: Keys, dout: Queries, lse: Rows, delta: Rows, dquery: Queries) -> Launch:
     """One block for each tile of queries of each head. Fills dquery."""
     tile = _tiles_of(call, query, key, value, dout).dquery
     blocks = -(-call.queries // tile.own) * call.heads * call.batch

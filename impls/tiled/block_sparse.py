@@ -12,50 +12,23 @@ from functools import partial
 from itertools import compress, product
 
 import torch
-from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from flashproof.impls.call import BLOCK, Call, check_call
-from flashproof.impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
+from flashproof.impls.call import BLOCK, BlockMask, BlockSparseAttention, Call, Keys, Queries, Rows
+from flashproof.impls.shapes import Bool
+from flashproof.impls.spec import OWN_KERNELS, Arithmetic, Device, Dtype, Implementation
 from flashproof.impls.tiled.primitives import as_operand, deltas, dropped, finite, hidden, ieee_products, on_chip, only, oriented, recomputed, tiles, visible
 
+# Which blocks of 128 x 128 scores are visible.
+Blocks = Bool[Tensor, "batch heads query_blocks key_blocks"]
 
-def attention(
-    query: Float[Tensor, "batch heads queries dim"],
-    key: Float[Tensor, "batch kv_heads keys dim"],
-    value: Float[Tensor, "batch kv_heads keys dim"],
-    *,
-    is_causal: bool = False,
-    causal_alignment: Alignment = "top_left",
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    dropout_p: float = 0.0,
-    dropout_seed: int = 0,
-    block_mask: Bool[Tensor, "batch_or_1 heads_or_1 query_blocks key_blocks"] | None = None,
-    return_lse: bool = False,
-) -> Float[Tensor, "batch heads queries dim"] | tuple[Float[Tensor, "batch heads queries dim"], Float32[Tensor, "batch heads queries"]]:
-    """softmax(scale query key^T) value, and with `return_lse` the natural logarithm of the sums of exp(scale query key^T), in float32.
 
-    is_causal lets query i see key j when j <= i ("top_left") or j <= i + keys - queries ("bottom_right"). scale defaults to 1/sqrt(dim). Gradients
-    flow to query, key and value, not through the LSE. A query that sees no key gets 0, LSE -inf and no gradient. Errors: see `impls.call.check_call`.
-
-    block_mask: False hides a block of 128 queries by 128 keys; a size of 1 stands for all batches or heads. None: every block is visible.
-    """
-    call = check_call(
-        query,
-        key,
-        value,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        block_mask=block_mask,
-    )
+@BlockSparseAttention
+def attention(query: Queries, key: Keys, value: Keys, block_mask: BlockMask | None, call: Call) -> tuple[Queries, Rows]:
+    """Block-sparse FlashAttention-2: (out, lse), with gradients for query, key and value."""
     out, lse = _BlockSparse.apply(query, key, value, block_mask, call)  # type: ignore[no-untyped-call]
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 class _BlockSparse(torch.autograd.Function):
@@ -77,7 +50,7 @@ class _BlockSparse(torch.autograd.Function):
             return *backward(query, key, value, out, lse, dout, blocks, ctx.call), None, None  # type: ignore[attr-defined]
 
 
-def visible_blocks(block_mask: Tensor | None, call: Call) -> Bool[Tensor, "batch heads query_blocks key_blocks"]:
+def visible_blocks(block_mask: BlockMask | None, call: Call) -> Blocks:
     """The blocks of which some score is visible, by the block mask and by the causal one; in host memory, where the loops over them run.
 
     A row of it lists a query tile's key tiles, a column a key tile's query tiles.
@@ -87,7 +60,7 @@ def visible_blocks(block_mask: Tensor | None, call: Call) -> Bool[Tensor, "batch
     return blocks.expand(call.batch, call.heads, *reached.shape)
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def forward(query: Queries, key: Keys, value: Keys, blocks: Blocks, call: Call) -> tuple[Queries, Rows]:
     """FlashAttention-2's forward pass over the visible blocks: out [batch, heads, queries, dim] in the input dtype, lse [batch, heads, queries] in float32."""
     out = query.new_empty(query.shape)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -116,9 +89,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, call: Cal
     return out, lse
 
 
-def backward(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dout: Tensor, blocks: Tensor, call: Call
-) -> tuple[Float[Tensor, "batch heads queries dim"], Float[Tensor, "batch kv_heads keys dim"], Float[Tensor, "batch kv_heads keys dim"]]:
+def backward(query: Queries, key: Keys, value: Keys, out: Queries, lse: Rows, dout: Queries, blocks: Blocks, call: Call) -> tuple[Queries, Keys, Keys]:
     """FlashAttention-2's backward pass over the visible blocks: the gradients, each summed in float32 and rounded once to the input dtype."""
     dquery, dkey, dvalue = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
     delta = deltas(out, dout, call, BLOCK)

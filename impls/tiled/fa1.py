@@ -11,12 +11,11 @@ Shapes: Bc = ceil(M / 4d) keys and Br = min(Bc, d) queries for a chip that holds
 from itertools import product
 
 import torch
-from jaxtyping import Float, Float32
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from flashproof.impls.call import Call, check_call
-from flashproof.impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
+from flashproof.impls.call import Attention, Call, Keys, Queries, Rows
+from flashproof.impls.spec import OWN_KERNELS, Arithmetic, Device, Dtype, Implementation
 from flashproof.impls.tiled.primitives import as_operand, dropped, finite, hidden, ieee_products, on_chip, only, oriented, tiles, visible
 
 ON_CHIP = 32 * 1024  # M: float32 numbers in 128 KiB, the shared memory of one multiprocessor
@@ -28,37 +27,11 @@ def tile_sizes(dim: int) -> tuple[int, int]:
     return min(key_tile, dim), key_tile
 
 
-def attention(
-    query: Float[Tensor, "batch heads queries dim"],
-    key: Float[Tensor, "batch kv_heads keys dim"],
-    value: Float[Tensor, "batch kv_heads keys dim"],
-    *,
-    is_causal: bool = False,
-    causal_alignment: Alignment = "top_left",
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    dropout_p: float = 0.0,
-    dropout_seed: int = 0,
-    return_lse: bool = False,
-) -> Float[Tensor, "batch heads queries dim"] | tuple[Float[Tensor, "batch heads queries dim"], Float32[Tensor, "batch heads queries"]]:
-    """softmax(scale query key^T) value, and with `return_lse` the natural logarithm of the sums of exp(scale query key^T), in float32.
-
-    is_causal lets query i see key j when j <= i ("top_left") or j <= i + keys - queries ("bottom_right"). scale defaults to 1/sqrt(dim). Gradients
-    flow to query, key and value, not through the LSE. A query that sees no key gets 0, LSE -inf and no gradient. Errors: see `impls.call.check_call`.
-    """
-    call = check_call(
-        query,
-        key,
-        value,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-    )
+@Attention
+def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows]:
+    """FlashAttention-1: (out, lse), with gradients for query, key and value."""
     out, lse = _FlashAttention1.apply(query, key, value, call)  # type: ignore[no-untyped-call]
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 class _FlashAttention1(torch.autograd.Function):
@@ -80,7 +53,7 @@ class _FlashAttention1(torch.autograd.Function):
             return *backward(query, key, value, out, maximum, total, dout, ctx.call), None  # type: ignore[attr-defined]
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def forward(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows, Rows]:
     """Algorithm 2: out [batch, heads, queries, dim] in the input dtype; m and ell [batch, heads, queries] in float32, m of products before the scale."""
     out = query.new_empty(query.shape)
     maximum = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
@@ -114,9 +87,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     return out, maximum, total
 
 
-def backward(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, maximum: Tensor, total: Tensor, dout: Tensor, call: Call
-) -> tuple[Float[Tensor, "batch heads queries dim"], Float[Tensor, "batch kv_heads keys dim"], Float[Tensor, "batch kv_heads keys dim"]]:
+def backward(query: Queries, key: Keys, value: Keys, out: Queries, maximum: Rows, total: Rows, dout: Queries, call: Call) -> tuple[Queries, Keys, Keys]:
     """Algorithm 4: the gradients, each summed in float32 and rounded once to the input dtype."""
     dquery, dkey, dvalue = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
     sharpness = abs(call.scale)

@@ -12,49 +12,22 @@ from functools import partial
 from itertools import product
 
 import torch
-from jaxtyping import Float, Float32
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from flashproof.impls.call import Call, check_call
-from flashproof.impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
+from flashproof.impls.call import Attention, Call, Keys, Queries, Rows
+from flashproof.impls.spec import OWN_KERNELS, Arithmetic, Device, Dtype, Implementation
 from flashproof.impls.tiled.primitives import as_operand, deltas, dropped, finite, hidden, ieee_products, on_chip, only, oriented, recomputed, tiles, visible
 
 QUERY_TILE = 128
 KEY_TILE = 128
 
 
-def attention(
-    query: Float[Tensor, "batch heads queries dim"],
-    key: Float[Tensor, "batch kv_heads keys dim"],
-    value: Float[Tensor, "batch kv_heads keys dim"],
-    *,
-    is_causal: bool = False,
-    causal_alignment: Alignment = "top_left",
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    dropout_p: float = 0.0,
-    dropout_seed: int = 0,
-    return_lse: bool = False,
-) -> Float[Tensor, "batch heads queries dim"] | tuple[Float[Tensor, "batch heads queries dim"], Float32[Tensor, "batch heads queries"]]:
-    """softmax(scale query key^T) value, and with `return_lse` the natural logarithm of the sums of exp(scale query key^T), in float32.
-
-    is_causal lets query i see key j when j <= i ("top_left") or j <= i + keys - queries ("bottom_right"). scale defaults to 1/sqrt(dim). Gradients
-    flow to query, key and value, not through the LSE. A query that sees no key gets 0, LSE -inf and no gradient. Errors: see `impls.call.check_call`.
-    """
-    call = check_call(
-        query,
-        key,
-        value,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-    )
+@Attention
+def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows]:
+    """FlashAttention-2: (out, lse), with gradients for query, key and value."""
     out, lse = _FlashAttention2.apply(query, key, value, call)  # type: ignore[no-untyped-call]
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 class _FlashAttention2(torch.autograd.Function):
@@ -75,7 +48,7 @@ class _FlashAttention2(torch.autograd.Function):
             return *backward(query, key, value, out, lse, dout, ctx.call), None  # type: ignore[attr-defined]
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def forward(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows]:
     """Algorithm 1: out [batch, heads, queries, dim] in the input dtype, lse [batch, heads, queries] in float32."""
     out = query.new_empty(query.shape)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -106,9 +79,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     return out, lse
 
 
-def backward(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dout: Tensor, call: Call
-) -> tuple[Float[Tensor, "batch heads queries dim"], Float[Tensor, "batch kv_heads keys dim"], Float[Tensor, "batch kv_heads keys dim"]]:
+def backward(query: Queries, key: Keys, value: Keys, out: Queries, lse: Rows, dout: Queries, call: Call) -> tuple[Queries, Keys, Keys]:
     """Algorithm 2: the gradients, each summed in float32 and rounded once to the input dtype."""
     dquery, dkey, dvalue = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
     delta = deltas(out, dout, call, QUERY_TILE)

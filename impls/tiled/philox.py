@@ -5,8 +5,9 @@ any order, and the backward pass draws what the forward pass drew.
 """
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
+
+from flashproof.impls.shapes import Bool
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the two words of the key after each round

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from itertools import product
 
 import torch
-from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 
-from flashproof.impls.call import Call
+from flashproof.impls.call import Call, Keys, Queries, Rows
+from flashproof.impls.shapes import Bool, Float, Float32
 from flashproof.impls.tiled.philox import kept
 
 
@@ -61,7 +61,7 @@ def dropped(weights: Float32[Tensor, "Br Bc"], b: int, h: int, rows: slice, cols
     return torch.where(kept(call.dropout_seed, call.dropout_threshold, b, h, rows, cols, weights.device), weights, 0.0)
 
 
-def deltas(out: Tensor, dout: Tensor, call: Call, query_tile: int) -> Float32[Tensor, "batch heads queries"]:
+def deltas(out: Queries, dout: Queries, call: Call, query_tile: int) -> Rows:
     """rowsum(dO o O) = rowsum(P o dP): what the normalisation takes from each gradient of a weight."""
     delta = out.new_empty(out.shape[:3], dtype=torch.float32)
     for b, h in product(range(call.batch), range(call.heads)):
@@ -71,8 +71,8 @@ def deltas(out: Tensor, dout: Tensor, call: Call, query_tile: int) -> Float32[Te
 
 
 def recomputed(
-    query: Tensor, key: Tensor, value: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, call: Call, b: int, h: int, rows: slice, cols: slice
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    query: Queries, key: Keys, value: Keys, dout: Queries, lse: Rows, delta: Rows, call: Call, b: int, h: int, rows: slice, cols: slice
+) -> tuple[Float32[Tensor, "Br Bc"], Float32[Tensor, "Br Bc"], Float32[Tensor, "Br d"], Float32[Tensor, "Br d"], Float32[Tensor, "Bc d"]]:
     """A step of the backward pass of FlashAttention-2: the weights again, P = exp(S - LSE), and dS = P o (dP - delta).
 
     P after dropout and dS [Br, Bc], and the tiles that they are multiplied with: q, dO [Br, d], k [Bc, d].

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 import triton.language as tl
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashproof.impls.call import BLOCK, Call, check_call
-from flashproof.impls.spec import OWN_KERNELS, Alignment, Implementation
+from flashproof.impls.call import BLOCK, BlockMask, BlockSparseAttention, Call, Keys, Queries, Rows
+from flashproof.impls.shapes import Bool, Int
+from flashproof.impls.spec import OWN_KERNELS, Implementation
 from flashproof.impls.triton import flash
 from flashproof.impls.triton.flash import Loop, Tile, Tiles
 from flashproof.impls.triton.primitives import (
@@ -64,7 +64,7 @@ def tiles(dtype: torch.dtype, dim: int, dropout: bool, interpreted: bool = INTER
 # ------------------------------------------------------------------------------------------------------------------------------ lists
 
 
-def visible_blocks(call: Call, block_mask: Tensor | None, device: torch.device) -> Bool[Tensor, "batch_or_1 heads_or_1 query_blocks key_blocks"]:
+def visible_blocks(call: Call, block_mask: BlockMask | None, device: torch.device) -> BlockMask:
     """The blocks in which some query may see some key, by the block mask and by the causal one."""
     first_query, first_key = _corners(call, device)
     last_query = torch.clamp(first_query + BLOCK, max=call.queries) - 1
@@ -74,7 +74,7 @@ def visible_blocks(call: Call, block_mask: Tensor | None, device: torch.device) 
     return reached[None, None] if block_mask is None else block_mask & reached
 
 
-def lists_of_keys(call: Call, visible: Tensor) -> Int[Tensor, "batch_or_1 heads_or_1 query_blocks 2+key_blocks"]:
+def lists_of_keys(call: Call, visible: BlockMask) -> Int[Tensor, "batch_or_1 heads_or_1 query_blocks 2+key_blocks"]:
     """For each block of queries, the blocks of keys that it sees. Partial: cut by the diagonal or by the end of the keys."""
     first_query, first_key = _corners(call, visible.device)
     whole = first_key + BLOCK <= call.keys
@@ -83,7 +83,7 @@ def lists_of_keys(call: Call, visible: Tensor) -> Int[Tensor, "batch_or_1 heads_
     return _lists(visible, visible & whole)
 
 
-def lists_of_queries(call: Call, visible: Tensor) -> Int[Tensor, "batch_or_1 heads_or_1 key_blocks 2+query_blocks"]:
+def lists_of_queries(call: Call, visible: BlockMask) -> Int[Tensor, "batch_or_1 heads_or_1 key_blocks 2+query_blocks"]:
     """For each block of keys, the blocks of queries that see it. Partial: cut by the diagonal or by the end of the queries."""
     first_query, first_key = _corners(call, visible.device)
     whole = first_query + BLOCK <= call.queries
@@ -99,7 +99,7 @@ def _corners(call: Call, device: torch.device) -> tuple[Int[Tensor, "query_block
     return first_query[:, None], first_key[None, :]
 
 
-def _lists(visible: Tensor, whole: Tensor) -> Tensor:
+def _lists(visible: Bool[Tensor, "*batch rows blocks"], whole: Bool[Tensor, "*batch rows blocks"]) -> Int[Tensor, "*batch rows 2+blocks"]:
     """Along the last dimension: how many blocks are seen whole, how many are seen at all, then their numbers, the whole ones first."""
     rank = 2 - visible.to(torch.int32) - whole.to(torch.int32)
     order = torch.argsort(rank, dim=-1, stable=True)
@@ -271,45 +271,11 @@ class _Attention(torch.autograd.Function):
         return *flash.backward(of_keys, of_queries, ctx.call, ctx.needs_input_grad, dout, *saved), None, None
 
 
-def attention(
-    query: Float[Tensor, "batch heads queries dim"],
-    key: Float[Tensor, "batch kv_heads keys dim"],
-    value: Float[Tensor, "batch kv_heads keys dim"],
-    *,
-    is_causal: bool = False,
-    causal_alignment: Alignment = "top_left",
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    block_mask: Bool[Tensor, "batch_or_1 heads_or_1 query_blocks key_blocks"] | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int = 0,
-    return_lse: bool = False,
-) -> Float[Tensor, "batch heads queries dim"] | tuple[Float[Tensor, "batch heads queries dim"], Float[Tensor, "batch heads queries"]]:
-    """softmax(scale query key^T) value over the visible blocks, with gradients for query, key and value.
-
-    block_mask: False hides a block of 128 queries by 128 keys; a size of 1 stands for all batches or heads. None: every block is visible.
-
-    scale is 1/sqrt(dim) unless given. With is_causal, query i sees key j when j <= i ("top_left") or j <= i + keys - queries ("bottom_right"). With enable_gqa,
-    heads is a multiple of kv_heads. dropout_p of the normalised weights are zeroed and the others divided by 1 - dropout_p, as drawn from dropout_seed. With
-    return_lse also the natural log of the sum of the exponentials of each query's scores, float32, which carries no gradient. A query that sees no key has
-    output 0, LSE -inf and zero gradients.
-
-    Raises TypeError or ValueError naming the argument that is wrong.
-    """
-    call = check_call(
-        query,
-        key,
-        value,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        block_mask=block_mask,
-    )
+@BlockSparseAttention
+def attention(query: Queries, key: Keys, value: Keys, block_mask: BlockMask | None, call: Call) -> tuple[Queries, Rows]:
+    """Block-sparse FlashAttention-2: (out, lse), with gradients for query, key and value."""
     out, lse = _Attention.apply(query, key, value, call, block_mask)
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 implementation = Implementation(

@@ -21,16 +21,16 @@ replaced by 0 where it is subtracted, and never where it is stored.
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
-from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashproof.impls.call import Call, check_call
-from flashproof.impls.spec import OWN_KERNELS, Alignment, Arithmetic, Device, Dtype, Implementation
+from flashproof.impls.call import Attention, Call, Keys, Queries, Rows
+from flashproof.impls.spec import OWN_KERNELS, Arithmetic, Device, Dtype, Implementation, arithmetic_of_flash
 from flashproof.impls.triton.primitives import (
     INFINITY,
     INTERPRETED,
@@ -239,12 +239,12 @@ def backward_kernel(
 class Forward(NamedTuple):
     """What the forward leaves behind. A query that sees no key has out 0, row_max -inf and row_sum 0."""
 
-    out: Float[Tensor, "batch heads queries dim"]  # in the inputs' dtype
-    row_max: Float[Tensor, "batch heads queries"]  # largest sign(scale) q k: not yet scaled
-    row_sum: Float[Tensor, "batch heads queries"]  # sum of exp(score - largest score)
+    out: Queries  # in the inputs' dtype
+    row_max: Rows  # largest sign(scale) q k: not yet scaled
+    row_sum: Rows  # sum of exp(score - largest score)
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, call: Call, tile: Tiles) -> Forward:
+def forward(query: Queries, key: Keys, value: Keys, call: Call, tile: Tiles) -> Forward:
     """Algorithm 1, with tiles of the given sizes."""
     rows = (call.batch, call.heads, call.queries)
     out = torch.zeros((*rows, call.dim), dtype=torch.float32, device=query.device)
@@ -256,7 +256,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call, tile: Tiles) 
     return Forward(out.to(query.dtype), row_max, row_sum)
 
 
-def backward(query: Tensor, key: Tensor, value: Tensor, dout: Tensor, saved: Forward, call: Call, tile: Tiles) -> tuple[Tensor, Tensor, Tensor]:
+def backward(query: Queries, key: Keys, value: Keys, dout: Queries, saved: Forward, call: Call, tile: Tiles) -> tuple[Queries, Keys, Keys]:
     """Algorithm 4, with tiles of the given sizes: the gradients of query, key and value, in their dtype."""
     dquery = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     dkey = torch.empty(key.shape, dtype=key.dtype, device=key.device)
@@ -300,41 +300,11 @@ class _Attention(torch.autograd.Function):
         return *backward(query, key, value, dout, Forward(*saved), ctx.call, tiles(query.dtype, ctx.call.dim, resident=8)), None
 
 
-def attention(
-    query: Float[Tensor, "batch heads queries dim"],
-    key: Float[Tensor, "batch kv_heads keys dim"],
-    value: Float[Tensor, "batch kv_heads keys dim"],
-    *,
-    is_causal: bool = False,
-    causal_alignment: Alignment = "top_left",
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    dropout_p: float = 0.0,
-    dropout_seed: int = 0,
-    return_lse: bool = False,
-) -> Float[Tensor, "batch heads queries dim"] | tuple[Float[Tensor, "batch heads queries dim"], Float[Tensor, "batch heads queries"]]:
-    """softmax(scale query key^T) value, in float32, float16 or bfloat16, with gradients of query, key and value.
-
-    scale defaults to 1/sqrt(dim). With is_causal, query i sees key j when j <= i ("top_left"), or when j <= i + keys - queries ("bottom_right").
-    With enable_gqa, heads is a multiple of kv_heads. dropout_p of the weights are zeroed and the others divided by 1 - dropout_p; the same seed drops the
-    same ones. With return_lse, also the natural log of each query's sum of exponentials of scores, float32, without a gradient. A query that sees no key has
-    output 0 and lse -inf.
-
-    Raises TypeError or ValueError naming the argument that is wrong.
-    """
-    call = check_call(
-        query,
-        key,
-        value,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-    )
+@Attention
+def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows]:
+    """FlashAttention-1: (out, lse), with gradients for query, key and value."""
     out, lse = _Attention.apply(query, key, value, call)
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
@@ -342,9 +312,8 @@ def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
 
     Tiles narrow as the head dim grows. The claim is the narrowest, which makes the most steps; within wider ones sums are trees, no deeper than it is long.
     """
-    on_tensor_cores = device == "cuda" and dtype != "float32"
     narrowest = tiles(getattr(torch, dtype), 256, resident=4, interpreted=device == "cpu")
-    return Arithmetic(accumulate="tensor_core" if on_tensor_cores else "fma", key_tile=narrowest.key, query_tile=narrowest.query)
+    return replace(arithmetic_of_flash(dtype, device), key_tile=narrowest.key, query_tile=narrowest.query)
 
 
 implementation = Implementation(

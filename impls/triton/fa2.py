@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 import triton.language as tl
-from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashproof.impls.call import Call, check_call
-from flashproof.impls.spec import OWN_KERNELS, Alignment, Implementation
+from flashproof.impls.call import Attention, Call, Keys, Queries, Rows
+from flashproof.impls.spec import OWN_KERNELS, Implementation
 from flashproof.impls.triton import flash
 from flashproof.impls.triton.flash import Loop, Tile, Tiles
 from flashproof.impls.triton.primitives import (
@@ -221,41 +220,11 @@ class _Attention(torch.autograd.Function):
         return *flash.backward(of_keys, of_queries, ctx.call, ctx.needs_input_grad, dout, *ctx.saved_tensors), None
 
 
-def attention(
-    query: Float[Tensor, "batch heads queries dim"],
-    key: Float[Tensor, "batch kv_heads keys dim"],
-    value: Float[Tensor, "batch kv_heads keys dim"],
-    *,
-    is_causal: bool = False,
-    causal_alignment: Alignment = "top_left",
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    dropout_p: float = 0.0,
-    dropout_seed: int = 0,
-    return_lse: bool = False,
-) -> Float[Tensor, "batch heads queries dim"] | tuple[Float[Tensor, "batch heads queries dim"], Float[Tensor, "batch heads queries"]]:
-    """softmax(scale query key^T) value, with gradients for query, key and value.
-
-    scale is 1/sqrt(dim) unless given. With is_causal, query i sees key j when j <= i ("top_left") or j <= i + keys - queries ("bottom_right"). With enable_gqa,
-    heads is a multiple of kv_heads. dropout_p of the normalised weights are zeroed and the others divided by 1 - dropout_p, as drawn from dropout_seed. With
-    return_lse also the natural log of the sum of the exponentials of each query's scores, float32, which carries no gradient. A query that sees no key has
-    output 0, LSE -inf and zero gradients.
-
-    Raises TypeError or ValueError naming the argument that is wrong.
-    """
-    call = check_call(
-        query,
-        key,
-        value,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-    )
+@Attention
+def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows]:
+    """FlashAttention-2: (out, lse), with gradients for query, key and value."""
     out, lse = _Attention.apply(query, key, value, call)
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 implementation = Implementation(

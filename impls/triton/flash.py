@@ -4,15 +4,14 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 
-from flashproof.impls.call import Call
-from flashproof.impls.spec import Arithmetic, Device, Dtype
+from flashproof.impls.call import Call, Keys, Queries, Rows
+from flashproof.impls.spec import Arithmetic, Device, Dtype, arithmetic_of_flash
 from flashproof.impls.triton.primitives import INTERPRETED, Launch, Scale, call_arguments, padded_dim, with_strides
 from flashproof.impls.triton.steps import delta_kernel
 
@@ -61,8 +60,8 @@ def arithmetic_of(tiles: Callable[[torch.dtype, int, bool, bool], Tiles]) -> Cal
 
     def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
         chosen = [tiles(getattr(torch, dtype), dim, dropout, device == "cpu") for dim in (64, 128, 256) for dropout in (False, True)]
-        return Arithmetic(
-            accumulate="tensor_core" if device == "cuda" and dtype != "float32" else "fma",
+        return replace(
+            arithmetic_of_flash(dtype, device),
             key_tile=min(tile.keys for each in chosen for tile in (each.forward, each.dquery)),
             query_tile=min(each.dkey_dvalue.queries for each in chosen),
         )
@@ -82,7 +81,7 @@ class Loop:
     visits: Mapping[str, Any] = field(default_factory=dict)
 
 
-def forward(loop: Loop, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def forward(loop: Loop, call: Call, query: Queries, key: Keys, value: Keys) -> tuple[Queries, Rows]:
     """(out, lse). One program for each tile of queries of each head."""
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
@@ -94,8 +93,8 @@ def forward(loop: Loop, call: Call, query: Tensor, key: Tensor, value: Tensor) -
 
 
 def backward(
-    of_keys: Loop, of_queries: Loop, call: Call, needed: Sequence[bool], dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    of_keys: Loop, of_queries: Loop, call: Call, needed: Sequence[bool], dout: Queries, query: Queries, key: Keys, value: Keys, out: Queries, lse: Rows
+) -> tuple[Queries | None, Keys | None, Keys | None]:
     """(dquery, dkey, dvalue), those that are needed.
 
     delta comes first. Then dK and dV, one program for each tile of keys of each key head, and dQ, one for each tile of queries of each head.
@@ -115,7 +114,7 @@ def backward(
     return dquery, dkey, dvalue
 
 
-def delta_launch(call: Call, out: Tensor, dout: Tensor, delta: Tensor) -> Launch:
+def delta_launch(call: Call, out: Queries, dout: Queries, delta: Rows) -> Launch:
     """One program for each 16 queries of each head; interpreted, where a program costs the same whatever its size, for each 128. Fills delta."""
     tile = 128 if INTERPRETED.value else 16
     arguments = with_strides(out=out, dout=dout) | {"delta": delta, "heads": call.heads, "queries": call.queries}

@@ -1,4 +1,4 @@
-"""Output and LSE, inside the bound and without bias."""
+"""Output and LSE are inside the bound, and without bias."""
 
 from flashproof import grids
 from flashproof.registry import check
@@ -7,14 +7,14 @@ from flashproof.subject import FORWARD, Subject
 
 @check("accuracy", grid=grids.ordinary)
 def test_forward(subject: Subject) -> None:
-    """Every feature and family of the grid."""
+    """Output and LSE are inside the bound on every feature and every family of numbers."""
     for case in subject.cases:
         subject.judge(case, FORWARD)
 
 
 @check("accuracy", grid=grids.lengths, single=False)
 def test_forward_over_lengths(subject: Subject) -> None:
-    """One shape over sequence lengths, up to one that takes an implementation long."""
+    """The same over sequence lengths, up to a length that takes the implementation long."""
     for case in subject.cases:
         subject.judge(case, FORWARD, axes={"queries": case.queries})
         if case is not subject.cases[-1] and subject.is_slow(case, backward=False):
@@ -23,12 +23,12 @@ def test_forward_over_lengths(subject: Subject) -> None:
 
 @check("accuracy", grid=grids.magnitudes, single=False)
 def test_forward_over_magnitudes(subject: Subject) -> None:
-    """One shape over the magnitude of the scores."""
+    """The same over the magnitude of the scores."""
     for case in subject.cases:
         subject.judge(case, FORWARD, axes={"magnitude": case.magnitude})
 
 
 @check("accuracy", grid=grids.small, single=False)
 def test_forward_search(subject: Subject) -> None:
-    """Cases that Hypothesis draws, climbing on rho."""
+    """The same on cases that Hypothesis draws; it climbs on rho and shrinks what fails."""
     subject.search(FORWARD, grids.drawn(subject.implementation.supports, subject.dtype))

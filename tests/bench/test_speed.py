@@ -15,7 +15,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
-from flashproof import judging, targets
+from flashproof import judging, loading
 from flashproof.calling import TENSORS, Answer, Fault, Refused, arguments, attend
 from flashproof.cases import Case, inputs, not_claimed
 from flashproof.impls.spec import Dtype, Implementation
@@ -71,7 +71,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_speed(benchmark: BenchmarkFixture, name: str, dtype: Dtype, direction: str, line: str) -> None:
     """Seconds of one call; the backward's are those of the gradients alone."""
     case = Case.parse(f"{line} {dtype}")
-    implementation, baseline = targets.load(name), targets.load(BASELINE[dtype])
+    implementation, baseline = loading.load(name), loading.load(BASELINE[dtype])
     _judge(name, replace(case, batch=1, heads=1, kv_heads=1))
     tensors = [torch.randn((case.batch, case.heads, case.queries, case.dim), device="cuda", dtype=getattr(torch, dtype)) for _ in range(4)]
     call, beside = (_call(each, case, tensors, direction) for each in (implementation, baseline))
@@ -98,7 +98,7 @@ def test_speed(benchmark: BenchmarkFixture, name: str, dtype: Dtype, direction: 
 @lru_cache
 def _judge(name: str, case: Case) -> None:
     """Fails where the implementation is outside its bound on the case, forward or backward."""
-    implementation = targets.load(name)
+    implementation = loading.load(name)
     answer = _answer(implementation, case)
     judged = judging.judge(answer, case, implementation.arithmetic(case.dtype, "cuda"), TENSORS)
     wrong = [f"{each.tensor} rho {each.worst_rho:.3g}" for each in judged if not each.passed]

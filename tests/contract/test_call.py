@@ -1,7 +1,7 @@
 """The contract of the call: what comes back, what must not change, and that an answer depends on its own call alone.
 
-After every call of every check it is looked at that the inputs, the output gradient and the memory around them hold the bits that they held, that what
-came back is no part of an input, and that one process came back.
+After every call of every check, flashproof compares the inputs, the output gradient and the memory around them with
+what they held before. It also looks whether the answer shares memory with an input, and whether one process came back.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ BUSY = 200_000_000  # clock cycles for which a GPU's stream is kept from what fo
 
 @check("contract", grid=grids.small, early=True)
 def test_answers(subject: Subject) -> None:
-    """Shape, dtype and device of the output (and of the lse) are those of the contract, for a plain call."""
+    """A plain call returns an output (and an LSE) of the right shape, dtype and device, without NaN or infinity."""
     for case in subject.cases:
         answer = subject.attend(case, backward=subject.implementation.supports.backward)  # a wrong form is a fault, recorded there
         if answer is not None:
@@ -34,7 +34,7 @@ def test_answers(subject: Subject) -> None:
 
 @check("contract", grid=grids.small, early=True)
 def test_inputs_stay(subject: Subject) -> None:
-    """The inputs, the output gradient and the memory around them hold the same bits after the call as before. In every layout: masks/memory_outside."""
+    """A call leaves the inputs, the output gradient and the memory around them as they were, bit for bit."""
     for case in subject.cases:
         if subject.attend(case, backward=subject.implementation.supports.backward) is not None:  # a change is a fault, recorded there
             subject.expect(True, case, "")
@@ -42,7 +42,7 @@ def test_inputs_stay(subject: Subject) -> None:
 
 @check("contract", grid=grids.small, early=True)
 def test_answer_is_its_own(subject: Subject) -> None:
-    """A second call leaves what the first one answered as it was: the output, the lse and the gradients."""
+    """A second call leaves the output, the LSE and the gradients of the first call as they were."""
     passes = (False, True) if subject.implementation.supports.backward else (False,)  # of one without gradients, the output is looked at all the same
     for case, backward in product(subject.cases[-1:], passes):
         first = subject.attend(case, backward=backward)
@@ -57,7 +57,8 @@ def test_answer_is_its_own(subject: Subject) -> None:
 
 @check("contract", grid=grids.small, early=True)
 def test_call_after_call(subject: Subject) -> None:
-    """Every call is answered for itself, whatever was called before it: other values, the same buffers with new values, other batches and strides."""
+    """Every call gets its own answer, whatever was called before: other values, the same buffers with new values,
+    another batch size, other strides."""
     for plain in subject.cases[-1:]:
         case = replace(plain, queries=plain.queries + 1, keys=plain.keys + 1)  # a shape that no check before has asked for
         given = inputs(case, subject.device)
@@ -131,7 +132,7 @@ def _renew(given: Inputs, new: Inputs) -> Inputs:
 
 @check("contract", grid=grids.trained, single=False, early=True)
 def test_other_options(subject: Subject) -> None:
-    """Calls of one shape with other options: each mask, scale, block mask and dropout seed is that of its own call."""
+    """Calls of one shape with another mask, scale, block mask or dropout seed get the answer to their own options."""
     for case in subject.cases[-1:]:
         for calls in _options(case):
             for number, call in enumerate(calls, start=1):
@@ -156,7 +157,7 @@ def _options(case: Case) -> list[list[Case]]:
 
 @check("contract", grid=grids.trained, single=False, early=True)
 def test_keywords(subject: Subject) -> None:
-    """Keywords that may be left out, or said where they change nothing: no return_lse, no causal_alignment (top left then), enable_gqa for equal heads."""
+    """Keywords that change nothing may be given or left out: no return_lse, no causal_alignment, enable_gqa for equal heads."""
     kernel, supports = subject.implementation, subject.implementation.supports
     aligned = len(supports.causal) == 2
     for case in subject.cases[-1:]:
@@ -178,7 +179,7 @@ def test_keywords(subject: Subject) -> None:
 
 @check("contract", grid=grids.addresses, claims=("unaligned",), early=True)
 def test_addresses(subject: Subject) -> None:
-    """Tensors that do not begin at a multiple of 16 bytes, as slices of others may."""
+    """Tensors may begin at an address that is no multiple of 16 bytes, as slices of other tensors do."""
     for case in subject.cases:
         subject.judge(case, subject.tensors)
 
@@ -189,7 +190,7 @@ def _same(first: Answer, second: Answer) -> bool:
 
 @check("contract", grid=grids.small, early=True)
 def test_calls_agree(subject: Subject) -> None:
-    """One input, many times in a row: every answer is inside the bound."""
+    """One input, called many times in a row, is always answered inside the bound."""
     arithmetic = subject.implementation.arithmetic(subject.dtype, subject.device)
     for plain in subject.cases[-1:]:
         case = replace(plain, heads=plain.heads // plain.kv_heads, kv_heads=1)
@@ -216,7 +217,8 @@ def test_calls_agree(subject: Subject) -> None:
 
 @check("contract", grid=grids.small, early=True)
 def test_world_stays(subject: Subject) -> None:
-    """A call leaves the process as it found it: default dtype, threads, grad mode, random seed, deterministic mode, warnings filters, standard streams."""
+    """A call leaves global state as it was: default dtype, threads, grad mode, random seed, deterministic mode, warnings
+    filters, standard streams."""
     passes = (False, True) if subject.implementation.supports.backward else (False,)
     for case, backward in product(subject.cases, passes):
         first, second = (subject.attend(case, backward=backward) for _ in range(2))
@@ -233,7 +235,7 @@ def _on_a_gpu(dtype: Dtype, device: Device) -> list[Case]:
 
 @check("contract", grid=_on_a_gpu, early=True)
 def test_stream(subject: Subject) -> None:
-    """On a GPU: the kernel works in the caller's stream, behind what that has to do first. The stream is kept busy, and then renews the inputs."""
+    """On a GPU, the kernel works in the caller's stream and waits for what the stream has to do first."""
     if subject.device != "cuda":
         pytest.skip("CUDA: the check is of streams")
     callers = torch.cuda.Stream()  # type: ignore[no-untyped-call]

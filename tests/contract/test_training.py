@@ -17,7 +17,7 @@ from flashproof.subject import BACKWARD, FORWARD, Subject
 
 @check("contract", grid=grids.inferred)
 def test_without_gradients(subject: Subject) -> None:
-    """Under no_grad, of tensors that want gradients, and under inference_mode: the output and the lse are inside the bound there too."""
+    """Under no_grad and under inference_mode, the output and the LSE are inside the bound too."""
     for case in subject.cases:
         for under, wanted in ((torch.no_grad, BACKWARD), (torch.inference_mode, ())):
             call = subject.forward(case, inputs(case, subject.device), wanted=wanted, under=under)
@@ -27,7 +27,7 @@ def test_without_gradients(subject: Subject) -> None:
 
 @check("contract", grid=grids.partly_trained, claims=("backward",))
 def test_some_gradients(subject: Subject) -> None:
-    """Gradients of one input alone, and of two of the three: those that are wanted are right."""
+    """If only one or two of the three gradients are wanted, those are right."""
     for case in subject.cases:
         for wanted in (*combinations(BACKWARD, 1), *combinations(BACKWARD, 2)):
             answer = subject.backward(subject.forward(case, inputs(case, subject.device), wanted=wanted))
@@ -37,8 +37,11 @@ def test_some_gradients(subject: Subject) -> None:
 
 @check("contract", grid=grids.trained, claims=("backward",))
 def test_two_forwards(subject: Subject) -> None:
-    """Two calls before the backward of either, which then come in the order of the calls and in the opposite one, as in a network of two layers. The calls
-    differ in values, scale and dropout; in the mask; or in their block masks."""
+    """Two calls run before the backward of either, as in a network of two layers; each backward belongs to its own call.
+
+    The backwards come in the order of the calls, and in the opposite order. The calls differ in values, scale and
+    dropout, in the mask, or in their block masks.
+    """
     for case in subject.cases[-1:]:
         supports = subject.implementation.supports
         first = replace(case, dropout=0.25 if supports.dropout else 0.0)
@@ -57,7 +60,7 @@ def test_two_forwards(subject: Subject) -> None:
 
 @check("contract", grid=grids.trained, claims=("backward",))
 def test_backward_twice(subject: Subject) -> None:
-    """Two backwards of one call, with two output gradients: what the first one needed of the forward is still there, and its gradients stay."""
+    """Two backwards of one call, with two output gradients, are both right, and the first gradients stay as they were."""
     for case in subject.cases[-1:]:
         given = inputs(case, subject.device)
         other = replace(given, dout=inputs(replace(case, seed=case.seed + 1), subject.device).dout)
@@ -76,7 +79,7 @@ def test_backward_twice(subject: Subject) -> None:
 
 @check("contract", grid=grids.trained, claims=("backward", "strided"))
 def test_backward_of_a_sum(subject: Subject) -> None:
-    """`out.sum().backward()` and the sum over queries: the output gradient is one number in memory, or one row, with strides of 0."""
+    """The backward of a sum is right: there the output gradient is one number, or one row, with strides of 0."""
     for case in subject.cases[-1:]:
         given = inputs(case, subject.device)
         one, row = torch.ones_like(given.dout[:1, :1, :1, :1]), given.dout[:, :, :1].clone()
@@ -89,7 +92,7 @@ def test_backward_of_a_sum(subject: Subject) -> None:
 
 @check("contract", grid=grids.trained, claims=("backward",))
 def test_changed_in_place(subject: Subject) -> None:
-    """The output or an input is changed between forward and backward: autograd refuses a backward that needs what was there; one that answers is right."""
+    """If the output or an input is changed between forward and backward, the backward raises or is still right."""
     for case in subject.cases[-1:]:
         for number, name in enumerate(("query", "key", "value", "out")):
             call = subject.forward(case, inputs(case, subject.device))
@@ -109,7 +112,7 @@ def test_changed_in_place(subject: Subject) -> None:
 
 @check("contract", grid=grids.trained)
 def test_one_memory(subject: Subject) -> None:
-    """Tensors that share their memory: key and value in one tensor, all three in one, and the columns of one projection."""
+    """Tensors may share memory: key and value in one tensor, all three in one, or as columns of one projection."""
     supports = subject.implementation.supports
     for case in subject.cases[-1:]:
         for words, given in _shared(inputs(case, subject.device), strided=supports.strided):

@@ -1,4 +1,4 @@
-"""Bitwise repeatability and independence of the batch, of those that claim them."""
+"""Bitwise repeatability and independence of the batch, of implementations that claim them."""
 
 import time
 from dataclasses import replace
@@ -35,7 +35,7 @@ def test_run_to_run(subject: Subject) -> None:
 
 @check("determinism", grid=grids.repeated, claims=("batch_invariant",))
 def test_slice_of_a_batch(subject: Subject) -> None:
-    """The last entry of a batch by itself gives the bits that it gives within the batch. Dropout counts the batch, so it is left out."""
+    """An entry of a batch by itself gives the bits that it gives within the batch, without dropout."""
     backward = subject.implementation.supports.backward
     for case in subject.cases:
         if case.dropout:

@@ -14,20 +14,23 @@ from flashproof.subject import FORWARD, Subject
 
 @check("masks", grid=grids.masked, single=False)
 def test_masked(subject: Subject) -> None:
-    """Causal at queries <, =, > keys, both alignments, block masks: inside the bound."""
+    """Causal masks of both alignments and block masks are inside the bound, with fewer, as many and more queries than keys."""
     for case in subject.cases:
         subject.judge(case, subject.tensors)
 
 
 @check("masks", grid=grids.masked)
 def test_hidden_keys_change_nothing(subject: Subject) -> None:
-    """Large finite values in hidden keys and values leave out, lse and the gradients of what is visible bitwise as they were."""
+    """Large finite values in hidden keys and values change no bit of the output, the LSE and the visible gradients."""
     _replace_hidden(subject, large=True)
 
 
 @check("masks", grid=grids.masked, claims=("masked_nan",))
 def test_hidden_nan_changes_nothing(subject: Subject) -> None:
-    """The same with NaN, of those that claim it; not of dK and dV, where queries that do see the NaN have a share."""
+    """NaN in hidden keys and values changes no bit of the output, the LSE and dQ.
+
+    dK and dV are left out: queries that do see the NaN have a share in them.
+    """
     _replace_hidden(subject, large=False)
 
 
@@ -86,7 +89,7 @@ def replace_tensors(given: Inputs, key: Tensor, value: Tensor, dout: Tensor) -> 
 
 @check("masks", grid=grids.layouts)
 def test_memory_outside_changes_nothing(subject: Subject) -> None:
-    """NaN around the tensors and between their rows, against zeros there: bitwise the same, and finite."""
+    """NaN around the tensors and between their rows changes no bit of any result."""
     backward = subject.implementation.supports.backward
     for case in subject.cases:
         zeros, nan = (inputs(case, subject.device, outside) for outside in (0.0, math.nan))
@@ -102,14 +105,14 @@ def test_memory_outside_changes_nothing(subject: Subject) -> None:
 
 @check("masks", grid=grids.empty_rows, single=False)
 def test_empty_rows(subject: Subject) -> None:
-    """A query that sees no key: output 0, lse -inf, gradient 0; and nothing of it in the gradients of keys and values."""
+    """A query that sees no key has output 0, LSE -inf and gradient 0, and adds nothing to dK and dV."""
     for case in subject.cases:
         subject.judge(case, subject.tensors)
 
 
 @check("masks", grid=grids.shared_blocks, claims=("block_mask",))
 def test_shared_blocks(subject: Subject) -> None:
-    """A block mask that is given once for all heads, for all batch entries, or for both."""
+    """A block mask may be given once for all heads, for all batch entries, or for both."""
     for case in subject.cases:
         given = inputs(case, subject.device)
         if given.block_mask is None:
@@ -123,7 +126,7 @@ def test_shared_blocks(subject: Subject) -> None:
 
 @check("masks", grid=grids.bottom_right_pairs)
 def test_alignments(subject: Subject) -> None:
-    """Bottom-right against top-left: the same where queries == keys, bitwise; elsewhere two answers, each inside its bound."""
+    """Top-left and bottom-right masks agree bitwise where queries == keys, and are two different answers elsewhere."""
     for case in subject.cases:
         twin = replace(case, mask="causal")
         if case.mask != "causal-br" or "top_left" not in subject.implementation.supports.causal:

@@ -23,7 +23,7 @@ MATRIX_BYTES = {"cpu": 2**28, "cuda": 2**34}  # nor is one whose full attention 
 
 @check("memory", grid=grids.memory, single=False)
 def test_memory_growth(subject: Subject, recorder: Recorder) -> None:
-    """Measures two lengths, and more as far as time allows. An implementation that claims linear memory at most doubles it when the sequence doubles."""
+    """Memory beyond inputs and outputs at most doubles when the sequence doubles, where linear memory is claimed."""
     before: dict[Direction, int] = {}
     for case in subject.cases:
         if _matrix_bytes(case) > MATRIX_BYTES[subject.device] and not subject.implementation.supports.linear_memory:

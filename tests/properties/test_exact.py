@@ -20,11 +20,12 @@ from flashproof.tests.properties.probing import answer_to, before_rounding, by_q
 
 @check("properties", grid=grids.uniform)
 def test_uniform(subject: Subject) -> None:
-    """Q = 0 and V, dO of -1, 0 and 1: the mean of the visible values. A key that is dropped, counted twice or padded moves it by one part in their number.
+    """If Q = 0, the output is the mean of the visible values: a key that is lost, counted twice or padded shows.
 
-    Scores are 0 in any order and any precision. With a power of two of keys and no mask, weights are 1, or 1 in the number of keys, and are cast exactly; V
-    and dV are integers over that number. A kernel that normalises at every step, or in each of several splits, has weights like 1/192 in between: so bitwise
-    for one tile of keys alone, of those that claim how large theirs is.
+    All scores are 0, in any order and any precision. With a power of two of keys and no mask, each weight is a power of
+    two, which every cast keeps, and V and dV are integers over that number. A kernel that normalises at every step, or
+    in each of several splits, has weights like 1/192 in between. So equality is bitwise only for one tile of keys, and
+    only for a kernel that claims how large its tile is.
     """
     for case in subject.cases:
         given = inputs(case, subject.device)
@@ -49,10 +50,11 @@ def test_uniform(subject: Subject) -> None:
 
 @check("properties", grid=grids.one_hot)
 def test_one_hot(subject: Subject) -> None:
-    """K of codes of +-1, and each query a multiple of one of them: the value of that key, and all of dO to its dV.
+    """If each query selects one key, the output is the value of that key, and dV of that key is the output gradient.
 
-    Every other score is so far below that its weight is 0 in float32. The one weight is exp(0), or 1 but for the roundings of a large score, and is cast to
-    1. Values that are mixed up, heads or rows that are mapped to others, stale sums and operands of fewer digits show.
+    The keys are codes of +-1, and each query is a multiple of one of them. Every other score is so far below that its
+    weight is 0 in float32. The one weight is exp(0), or 1 up to the roundings of a large score, and is cast to 1. This
+    shows values that are mixed up, heads or rows that go elsewhere, stale sums, and operands of fewer digits.
     """
     for case in subject.cases:
         given = inputs(case, subject.device)
@@ -97,8 +99,11 @@ def _sharpness(codes: Tensor, case: Case) -> float | None:
 
 @check("properties", grid=grids.zeros)
 def test_zeros(subject: Subject) -> None:
-    """V = 0, dO = 0 and all of Q, K, V and dO 0, as of a layer that is initialised with zeros or a loss that does not ask for this head: what is a product
-    with 0 is 0. A kernel that divides by the largest element of a tensor gives NaN."""
+    """If V, dO or all tensors are 0, every product with 0 is 0, and nothing is NaN.
+
+    A layer that is initialised with zeros has such tensors, and a loss that ignores a head. A kernel that divides by
+    the largest element of a tensor answers NaN.
+    """
     for case in subject.cases:
         given = inputs(case, subject.device)
         query, key, value, dout = (torch.zeros_like(tensor) for tensor in (given.query, given.key, given.value, given.dout))
@@ -114,10 +119,10 @@ def test_zeros(subject: Subject) -> None:
 
 @check("properties", grid=grids.unity)
 def test_unity(subject: Subject) -> None:
-    """V = 1, also under a sink: the output is 1, and so is its mean, since weights that are cast to nearest lean to neither side; dQ and dK are 0.
+    """If V = 1, the output is 1, on average too, also beside a sink; dQ and dK are 0.
 
-    Bitwise is asked of no kernel, since the cast of the weights is in the numerator alone. What a truncating cast, lost mass, or a denominator of other weights
-    take from every row shows in the mean.
+    No kernel is asked for this bitwise, since the cast of the weights is in the numerator alone. The mean shows what a
+    truncating cast, lost mass, or a denominator of other weights take from every row.
     """
     for case in subject.cases:
         given = inputs(case, subject.device)

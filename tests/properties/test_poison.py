@@ -18,9 +18,11 @@ BLOCKS = 8  # of each size: an allocator hands out again what was freed last, an
 
 @check("properties", grid=grids.allocated)
 def test_allocated_memory(subject: Subject) -> None:
-    """The memory that outputs, accumulators and buffers are allocated in holds NaN, or zeros: bitwise the same.
+    """Outputs, accumulators and buffers may be allocated in memory that holds NaN or zeros: the results are bitwise the
+    same.
 
-    What is allocated and not written whole shows: rows of an output, a padded LSE, a sum that begins with 0 times what was there.
+    This shows what is allocated and not written whole: rows of an output, a padded LSE, a sum that begins with 0 times
+    what was there.
     """
     for case in subject.cases:
         given = inputs(case, subject.device)

@@ -20,7 +20,10 @@ LARGEST_MAGNITUDE = 64.0
 
 @check("properties", grid=grids.general_position)
 def test_spread(subject: Subject) -> None:
-    """Seen here: exponentials, products and sums of fewer digits; casts that truncate; gradients summed in 16 bit; a delta or LSE of fewer digits."""
+    """The mean square of all errors of a tensor is not larger than the claimed arithmetic makes it.
+
+    It shows exponentials, products and sums of fewer digits, casts that truncate, and a delta or LSE of fewer digits.
+    """
     arithmetic = subject.implementation.arithmetic(subject.dtype, subject.device)
     for case in subject.cases:
         answer = answer_to(subject, case) if in_general_position(case, arithmetic) else None

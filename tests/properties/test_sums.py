@@ -20,7 +20,10 @@ from flashproof.tests.properties.test_spread import in_general_position
 
 @check("properties", grid=grids.summed, claims=("backward",))
 def test_sums(subject: Subject) -> None:
-    """Output gradients are made positive, so that what they sum to is large against its rounding."""
+    """Columns of dV add up to those of dO; columns of dK, and rows of dS, add up to 0.
+
+    The output gradients are made positive, so that their sum is large against its rounding.
+    """
     arithmetic = subject.implementation.arithmetic(subject.dtype, subject.device)
     for case in subject.cases:
         if not in_general_position(case, arithmetic) or case.mask == "causal-br" or case.blocks is not None:

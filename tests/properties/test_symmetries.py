@@ -19,12 +19,12 @@ FACTORS: dict[Dtype, tuple[float, float]] = {"float32": (2.0**20, 2.0**-40), "bf
 
 @check("properties", grid=grids.scaled_values)
 def test_power_of_two(subject: Subject) -> None:
-    """V times a power of two: out, dQ and dK times it, LSE and dV as they were, bitwise. dO: all gradients times it. An absolute threshold shows.
+    """V times a power of two multiplies the output, dQ and dK by it, bitwise; dO does the same to all gradients.
 
-    K times it and Q divided by it: the same scores; dQ times it, dK divided by it.
-
-    Every operation on them is a product or a sum, and rounding commutes with a power of two but for underflow, which these factors stay away from; weights and
-    the order of sums do not depend on them. So bitwise of any kernel that gives the same bits twice; but not in float16, where small numbers are subnormal.
+    K times a power of two, and Q divided by it, give the same scores: dQ is multiplied by it, and dK divided. Every
+    operation on these tensors is a product or a sum, and rounding commutes with a power of two, apart from underflow,
+    which these factors avoid. So the equality is bitwise for every kernel that gives the same bits twice. It is not
+    asked in float16, where small numbers are subnormal. An absolute threshold in a kernel shows here.
     """
     for number, case in enumerate(case for case in subject.cases if _has_room(case)):
         given = inputs(case, subject.device)
@@ -59,9 +59,10 @@ def _has_room(case: Case) -> bool:
 
 @check("properties", grid=grids.ordered)
 def test_order_of_keys(subject: Subject) -> None:
-    """Keys and values in another order, the last first or each better than the one before: the same output, inside the bound, since sums follow the order.
+    """Keys and values in another order give the same output, inside the bound.
 
-    With a mask, other keys would be hidden; so without.
+    The last key comes first, or each key is better than the one before. Sums follow the order, so the results need not
+    agree bitwise.
     """
     for case in subject.cases:
         if case.mask != "full" or case.blocks is not None or case.dropout:
@@ -81,10 +82,11 @@ def test_order_of_keys(subject: Subject) -> None:
 
 @check("properties", grid=grids.batches)
 def test_batch_and_heads(subject: Subject) -> None:
-    """Batch entries and groups of heads in another order, and one entry by itself: the same rows, elsewhere.
+    """Batch entries and heads in another order, or one entry by itself, give the same rows.
 
-    Bitwise of those that claim to be deterministic and independent of the batch; of others, whose order of sums may follow the place, inside the bound. Groups
-    move as a whole: within one, heads are summed into dK and dV in their order.
+    They agree bitwise for an implementation that claims to be deterministic and independent of the batch. For others,
+    the order of sums may follow the place, and the answer is inside the bound. Groups of heads move as a whole: within
+    a group, heads are summed into dK and dV in their order.
     """
     bitwise = subject.implementation.supports.batch_invariant and subject.implementation.supports.deterministic
     for case in subject.cases:

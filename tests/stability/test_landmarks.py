@@ -12,14 +12,15 @@ from flashproof.subject import Recorder, Subject
 
 @check("stability", grid=grids.shifted, single=False)
 def test_shifted_scores(subject: Subject) -> None:
-    """Every score moved to a landmark: 11.09, 87 ... 89, 128, -104 ... -87, 65504, 1e4, 2.5e5."""
+    """All scores are moved to where exponentials overflow or underflow (11.09, 87 to 89, 128, -104, 65504, 2.5e5): the
+    answer stays inside the bound."""
     for case in subject.cases:
         subject.judge(case, subject.tensors, axes={"score": case.shift})
 
 
 @check("stability", grid=grids.spiked, single=False)
 def test_spiked_scores(subject: Subject) -> None:
-    """One score of each row at a landmark."""
+    """One score of each row is moved to such a landmark: the answer stays inside the bound."""
     for case in subject.cases:
         subject.judge(case, subject.tensors, axes={"score": case.magnitude})
 

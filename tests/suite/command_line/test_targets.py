@@ -1,17 +1,22 @@
 """Targets: every form of a name is loaded, or refused with words that help."""
 
+import functools
+import math
 import re
+import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
-from flashproof import targets
+from flashproof import loading, signatures, targets
 from flashproof.impls.spec import Arithmetic, Implementation, Supports
 
+ROOT = Path(__file__).resolve().parents[3]
 SIBLING = "FACTOR = 1.0\n"
 MINE = """
 import torch
@@ -40,22 +45,22 @@ def mine(tmp_path: Path) -> Path:
 
 
 def test_a_function_of_a_file(mine: Path) -> None:
-    """A path loads, twice if need be, its siblings are importable while it runs, and what comes out computes."""
+    """A path loads, twice if need be, and computes. Its folder is importable: first for itself, and last later."""
     searched = list(sys.path)
     for _ in range(2):
-        implementation = targets.load(f"{mine}:attention")
+        implementation = loading.load(f"{mine}:attention")
         assert implementation.bare
         assert implementation.name == f"{mine}:attention"
         x = torch.ones(1, 1, 2, 4)
         assert torch.equal(torch.as_tensor(implementation.attention(x, x, x)), x)
-    assert sys.path == searched
-    assert targets.load(f"{mine}:Holder.inner").supports.causal == ("top_left",)
+    assert sys.path == [*searched, str(mine.parent)]
+    assert loading.load(f"{mine}:Holder.inner").supports.causal == ("top_left",)
 
 
 def test_an_implementation_of_a_file(mine: Path) -> None:
     """An `Implementation` is taken as it is; one without a name takes the one it was asked for by."""
-    assert targets.load(f"{mine}:named").name == "triton.fa2"
-    nameless = targets.load(f"{mine}:nameless")
+    assert loading.load(f"{mine}:named").name == "triton.fa2"
+    nameless = loading.load(f"{mine}:nameless")
     assert nameless.name == f"{mine}:nameless"
     assert nameless.supports == Supports(dims=(8, 64))
     assert not nameless.bare
@@ -72,17 +77,21 @@ def test_a_run_goes_by_the_name_it_was_given(mine: Path) -> None:
 def test_a_file_has_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However its path is spelled; what is no file keeps its name."""
     monkeypatch.chdir(tmp_path)
-    assert {targets.spelled(f"{path}:attention") for path in ("mine.py", "./mine.py", "kernels/../mine.py", tmp_path / "mine.py")} == {"mine.py:attention"}
-    assert targets.spelled("../mine.py:attention") == f"{tmp_path.parent}/mine.py:attention"
+    assert {loading.spelled(f"{path}:attention") for path in ("mine.py", "./mine.py", "kernels/../mine.py", tmp_path / "mine.py")} == {"mine.py:attention"}
+    assert loading.spelled("../mine.py:attention") == f"{tmp_path.parent}/mine.py:attention"
     for name in ("tiled.*", "mine.py", "torch.nn.functional:scaled_dot_product_attention"):
-        assert targets.spelled(name) == name
+        assert loading.spelled(name) == name
 
 
 def test_a_module() -> None:
     """torch's own function is a builtin, whose parameters stand in its docstring: dropout without a seed is no claim."""
-    implementation = targets.load("torch.nn.functional:scaled_dot_product_attention")
-    assert implementation.bare
-    assert implementation.supports == Supports(causal=("top_left",), scale="positive", grouped_heads=True, cross_lengths=True, strided=True, unaligned=True)
+    for name in (
+        "torch.nn.functional:scaled_dot_product_attention",
+        "torch.nn.functional.scaled_dot_product_attention",
+    ):
+        implementation = loading.load(name)
+        assert implementation.bare
+        assert implementation.supports == SDPA
 
 
 BARE = Supports(cross_lengths=True, strided=True, unaligned=True)
@@ -116,6 +125,24 @@ def anything(*tensors: object, **keywords: object) -> object:
     return (tensors, keywords)
 
 
+def swallowing(query: object, key: object, value: object, **keywords: object) -> object:
+    """Takes any keyword, and does not say which it heeds."""
+    return (query, key, value, keywords)
+
+
+def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool = False) -> torch.Tensor:
+    """Names one keyword."""
+    return query
+
+
+class Straight(torch.autograd.Function):
+    """A function that is called by `apply`, which takes no keywords."""
+
+    @staticmethod
+    def forward(context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float = 1.0) -> Any:
+        return query
+
+
 def unseeded(query: object, key: object, value: object, dropout_p: float = 0.0, causal_alignment: str = "top_left") -> object:
     """Half of two pairs."""
     return (query, key, value, dropout_p, causal_alignment)
@@ -127,6 +154,11 @@ class Layer(torch.nn.Module):
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """The query, scaled: only the signature matters here."""
         return query * scale
+
+
+SCALED = Supports(scale="positive", cross_lengths=True, strided=True, unaligned=True)
+MASKED = Supports(causal=("top_left",), cross_lengths=True, strided=True, unaligned=True)
+SDPA = Supports(causal=("top_left",), scale="positive", grouped_heads=True, cross_lengths=True, strided=True, unaligned=True)
 
 
 @pytest.mark.parametrize(
@@ -147,24 +179,54 @@ class Layer(torch.nn.Module):
                 lse=True,
             ),
         ),
-        (anything, BARE),
+        (swallowing, BARE),
         (unseeded, BARE),
-        (Layer(), Supports(scale="positive", cross_lengths=True, strided=True, unaligned=True)),
+        (Layer(), SCALED),
+        (Layer().forward, SCALED),
+        (functools.partial(masked, is_causal=False), MASKED),
+        (Straight.apply, BARE),
+        (torch.ops.aten.scaled_dot_product_attention, SDPA),
+        (torch.ops.aten.scaled_dot_product_attention.default, SDPA),
+        (torch._C._nn.scaled_dot_product_attention, SDPA),
     ],
-    ids=["three", "everything", "anything", "unseeded", "layer"],
+    ids=["three", "everything", "swallowing", "unseeded", "layer", "method", "partial", "apply", "packet", "overload", "builtin"],
 )
 def test_a_signature_is_a_claim(attention: Callable[..., object], claims: Supports) -> None:
     """A bare callable claims what its parameters name, and never what a check asks on a promise alone."""
-    implementation = targets.of_callable(attention, "here")
+    implementation = signatures.of_callable(attention, "here")
     assert implementation.supports == claims
     assert implementation.bare
     promises = (claims.masked_nan, claims.deterministic, claims.batch_invariant, claims.linear_memory)
     assert not any(promises)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_and_scripted() -> None:
+    """What a compiler made of a function claims what the function claims."""
+    compiled = torch.compile(backend="eager")
+    for make in (compiled, torch.jit.script):
+        assert signatures.of_callable(make(masked), "here").supports == MASKED
+        assert signatures.of_callable(make(Layer()), "here").supports == SCALED
+    operator = torch.library.custom_op("flashproof_test::masked", masked, mutates_args=())
+    assert signatures.of_callable(operator, "here").supports == MASKED
+
+
 def two(query: object, key: object) -> object:
     """One argument too few."""
     return (query, key)
+
+
+def behind(settings: object, q: object, k: object, v: object) -> object:
+    """The three tensors do not come first."""
+    return (settings, q, k, v)
+
+
+class Named(torch.autograd.Function):
+    """As in Triton's tutorial."""
+
+    @staticmethod
+    def forward(context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> Any:
+        return query
 
 
 def greedy(query: object, key: object, value: object, mask: object, *, window: int) -> object:
@@ -176,17 +238,36 @@ def greedy(query: object, key: object, value: object, mask: object, *, window: i
     ("attention", "words"),
     [
         (two, "takes 2 positional arguments; .*takes three"),
-        (greedy, "needs mask, window beside"),
+        (
+            greedy,
+            r"needs mask, window beside .*functools\.partial\(here, mask=\.\.\., window=\.\.\.\)\. The keywords that",
+        ),
+        (behind, r"needs v beside .*lambda query, key, value: here\(\.\.\., query, key, value\)"),
+        (Named.apply, r"needs causal beside .*lambda query, key, value: here\(query, key, value, causal\)"),
+        (Layer.forward, "is a method of a class; give that of an instance"),
+        (anything, r"takes \*args, .*say what it takes [\s\S]*Implementation\([\s\S]*supports=Supports\("),
         (3, "3 is not an attention function; give a function"),
-        (Layer, "not an attention function"),
+        (math, "math is a module, not an attention function; name an attribute"),
+        (Layer, "Layer is a class, not an attention function; an instance"),
+        (Straight, r"Straight is a class, .*Straight\.apply"),
         (dict.fromkeys, "takes|cannot be read"),
+        (min, r"takes \*args|cannot be read"),
+        (torch.ops.aten.add, "takes 2 positional arguments"),
+        (torch.ops.aten.softmax, "has the overloads .*; give one of them"),
+        (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+            r"returns 2 values \(output, logsumexp\); give a .*\[0\]",
+        ),
     ],
-    ids=["two", "greedy", "number", "class", "fromkeys"],
+    ids=[
+        *("two", "greedy", "behind", "apply", "method", "anything", "number", "module", "class", "function"),
+        *("fromkeys", "min", "operator", "overloads", "pair"),
+    ],
 )
 def test_what_is_no_attention(attention: object, words: str) -> None:
     """The error says what is wrong with it and what would do."""
     with pytest.raises(TypeError, match=f"^here: .*({words})"):
-        targets.of_callable(attention, "here")
+        signatures.of_callable(attention, "here")
 
 
 @pytest.mark.parametrize(
@@ -194,20 +275,33 @@ def test_what_is_no_attention(attention: object, words: str) -> None:
     [
         ("tiled.fa", ValueError, r"no implementation .* close: .*tiled\.fa1.*give a name"),
         ("nonsense", ValueError, "no implementation of the catalogue.*give a name"),
-        ("mine.py", ValueError, "which attribute of it.*file.py:attribute"),
+        ("mine.py", FileNotFoundError, r"there is no file .*mine\.py; give"),
+        ("no_such_package", ValueError, "no implementation of the catalogue"),
+        ("torch.nn", ValueError, "which attribute of it.*it holds the modules .*give"),
+        (
+            "torch.nn.functional.scaled_dot_atention",
+            ValueError,
+            "no attribute 'scaled_dot_atention'; close: scaled_dot_prod",
+        ),
+        ("torch.nn:attention_of", AttributeError, r"has no attribute 'attention_of'.*give|close: "),
         ("torch.nn.functional:", ValueError, "which attribute"),
         (":attention", ValueError, "which attribute"),
         ("nowhere/mine.py:attention", FileNotFoundError, r"there is no file .*nowhere/mine\.py"),
         ("no_such_package.kernels:attention", ImportError, "no module 'no_such_package'"),
         ("torch.nn.functionals:attention", ImportError, r"no module 'torch\.nn\.functionals'"),
-        ("torch.nn.functional:scaled_dot_attention", AttributeError, "has no attribute 'scaled_dot_attention'; close: scaled_dot_product_attention"),
+        (
+            "torch.nn.functional:scaled_dot_attention",
+            AttributeError,
+            "has no attribute 'scaled_dot_attention'; close: scaled_dot_product_attention",
+        ),
+        ("sys:nothing_like_it", AttributeError, r"has no attribute 'nothing_like_it'; give"),
         ("math:pi", TypeError, r"3\.14.* is not an attention function"),
     ],
 )
 def test_errors_name_what_was_given(name: str, kind: type[Exception], words: str) -> None:
     """Every error begins with the name as it was given."""
     with pytest.raises(kind, match=words) as raised:
-        targets.load(name)
+        loading.load(name)
     assert str(raised.value).startswith(f"{name}: ")
 
 
@@ -216,7 +310,7 @@ def test_errors_name_what_was_given(name: str, kind: type[Exception], words: str
     [
         ({"name": 3}, "name: 3 is no str"),
         ({"attention": None}, "attention: None cannot be called"),
-        ({"supports": {"lse": True}}, "supports: {'lse': True} is no Supports"),
+        ({"supports": {"lse": True}}, "supports: {'lse': True} is no flashproof.Supports"),
         ({"supports": Supports(causal=("topleft",))}, "supports.causal: 'topleft' is none of 'top_left', 'bottom_right'"),  # type: ignore[arg-type]
         ({"supports": Supports(causal="top_left")}, "supports.causal: 'top_left' will not do; give a tuple with any of 'top_left'"),  # type: ignore[arg-type]
         ({"supports": Supports(dtypes=())}, "supports.dtypes: is empty; give any of 'float32'"),
@@ -227,16 +321,27 @@ def test_errors_name_what_was_given(name: str, kind: type[Exception], words: str
         ({"supports": Supports(dims=(64, 8))}, "supports.dims: (64, 8) is no range"),
         ({"supports": Supports(dims=(1, 7), dim_multiple=8)}, "supports.dim_multiple: 8 has no multiple from 1 to 7"),
         ({"missing": "CUDA"}, "missing: 'CUDA' cannot be called"),
-        ({"missing": lambda: None}, "missing: cannot be asked of a device"),
+        ({"missing": lambda: None}, "missing('cpu'): raised TypeError"),
+        ({"missing": lambda device: 1 / 0}, "missing('cpu'): raised ZeroDivisionError"),
+        ({"missing": lambda device: False}, "missing('cpu'): returned False; give None"),
         ({"arithmetic": Arithmetic()}, "arithmetic: Arithmetic("),
         ({"arithmetic": lambda: None}, "arithmetic('float32', 'cpu'): raised TypeError"),
-        ({"arithmetic": lambda dtype, device: None if dtype == "float16" else Arithmetic()}, "arithmetic('float16', 'cpu'): None is no Arithmetic"),
+        (
+            {"arithmetic": lambda dtype, device: None if dtype == "float16" else Arithmetic()},
+            "arithmetic('float16', 'cpu'): None is no flashproof.Arithmetic",
+        ),
         (
             {"arithmetic": lambda dtype, device: Arithmetic(weights=cast(Any, "float64"))},
             "arithmetic('float32', 'cpu').weights: 'float64' is none of 'input', 'float32'",
         ),
-        ({"arithmetic": lambda dtype, device: Arithmetic(exp_ulps=-3)}, "arithmetic('float32', 'cpu').exp_ulps: -3 will not do"),
-        ({"arithmetic": lambda dtype, device: Arithmetic(key_tile=cast(Any, 1.5))}, "arithmetic('float32', 'cpu').key_tile: 1.5 is no int | None"),
+        (
+            {"arithmetic": lambda dtype, device: Arithmetic(exp_ulps=-3)},
+            "arithmetic('float32', 'cpu').exp_ulps: -3 will not do",
+        ),
+        (
+            {"arithmetic": lambda dtype, device: Arithmetic(key_tile=cast(Any, 1.5))},
+            "arithmetic('float32', 'cpu').key_tile: 1.5 is no int | None",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -246,7 +351,7 @@ def test_a_claim_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, fields: di
     monkeypatch.setattr(sys.modules[__name__], "exported", Implementation(**claimed), raising=False)
     name = f"{__name__}:exported"
     with pytest.raises(ValueError, match=f"^{re.escape(f'{name}: {words}')}"):
-        targets.load(name)
+        loading.load(name)
 
 
 def test_a_file_without_an_attribute(tmp_path: Path) -> None:
@@ -254,19 +359,152 @@ def test_a_file_without_an_attribute(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("import math\n\ndef attention(query, key, value):\n    return query\n\nimplementation = None\n")
     with pytest.raises(ValueError, match=r"mine\.py: which attribute of it\? It defines attention, implementation; give"):
-        targets.load(str(file))
+        loading.load(str(file))
+    with pytest.raises(ValueError, match=r"is a directory; name a file in it and an attribute, as '.*/mine\.py:attention'"):
+        loading.load(str(tmp_path))
 
 
 def test_a_file_that_fails(tmp_path: Path) -> None:
     """What went wrong, and where; a broken file is not taken for a missing backend, a missing backend is named."""
     broken, needy, misspelt = tmp_path / "broken.py", tmp_path / "needy.py", tmp_path / "misspelt.py"
+    leaving, alone, kernel = tmp_path / "leaving.py", tmp_path / "alone.py", tmp_path / "kernel.cu"
+    leaving.write_text("raise SystemExit(3)\n")
+    alone.write_text("from . import sibling\n")
+    kernel.write_text("__global__ void attention() {}\n")
     misspelt.write_text("def attention(query, key, value)\n    return query\n")
     broken.write_text("\nlimit = 1 / 0\n")
     needy.write_text("import no_such_package.kernels\n")
     with pytest.raises(ValueError, match=r"ZeroDivisionError: .*broken\.py, line 2"):
-        targets.load(f"{broken}:attention")
+        loading.load(f"{broken}:attention")
     with pytest.raises(ValueError, match=r"SyntaxError: expected ':' \(misspelt\.py, line 1\)$"):
-        targets.load(f"{misspelt}:attention")
+        loading.load(f"{misspelt}:attention")
     with pytest.raises(ImportError, match=r"needy\.py needs 'no_such_package', which is not installed") as raised:
-        targets.load(f"{needy}:attention")
+        loading.load(f"{needy}:attention")
     assert raised.value.name == "no_such_package"
+    with pytest.raises(ValueError, match=r"failed with SystemExit: 3 \(.*leaving\.py, line 1\); put what it does"):
+        loading.load(f"{leaving}:attention")
+    with pytest.raises(ValueError, match=r"no known parent package .*; give each folder of its package an __init__"):
+        loading.load(f"{alone}:attention")
+    with pytest.raises(ValueError, match=r"kernel\.cu is not a Python file; give the Python function that calls"):
+        loading.load(f"{kernel}:attention")
+
+
+def test_a_file_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a module of its package, whichever way it is named first, and is never run twice."""
+    runs = tmp_path / "runs"
+    for folder in ("vehicles", "vehicles/fast"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "vehicles" / "parts.py").write_text("FACTOR = 1.0\n")
+    kernel = tmp_path / "vehicles" / "fast" / "kernel.py"
+    kernel.write_text(
+        f"""
+from ..parts import FACTOR
+
+with open({str(runs)!r}, "a") as file:
+    print(__name__, file=file)
+
+def attention(query, key, value):
+    return query * FACTOR
+"""
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    names = ("vehicles/fast/kernel.py:attention", "vehicles.fast.kernel:attention", "vehicles.fast.kernel.attention")
+    found = [loading.load(name).attention for name in (*names, f"{kernel}:attention")]
+    assert all(each is found[0] for each in found)
+    assert runs.read_text() == "vehicles.fast.kernel\n"
+
+
+def test_a_package_of_another_place(tmp_path: Path) -> None:
+    """Two packages of one name cannot be imported into one process. The error says which one is there."""
+    for place in ("first", "second"):
+        package = tmp_path / place / "twins"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "kernel.py").write_text("def attention(query, key, value):\n    return query\n")
+    loading.load(f"{tmp_path}/first/twins/kernel.py:attention")
+    with pytest.raises(ImportError, match=r"belongs to the package 'twins' of .*second.*first/twins.*rename the package"):
+        loading.load(f"{tmp_path}/second/twins/kernel.py:attention")
+
+
+def test_a_file_with_the_name_of_a_module(tmp_path: Path) -> None:
+    """It is run all the same, and the other module stays what it is."""
+    (tmp_path / "math.py").write_text("def attention(query, key, value):\n    return query\n")
+    assert loading.load(f"{tmp_path}/math.py:attention").bare
+    assert sys.modules["math"] is math
+
+
+def test_a_file_of_this_package() -> None:
+    """Its folders are links, and its modules have one name all the same."""
+    folder = Path(loading.__file__).resolve().parents[1] / "impls" / "peers"
+    from flashproof.impls.peers import sdpa
+
+    assert loading.load(f"{folder}/sdpa.py:math").attention is sdpa.math.attention
+
+
+def test_a_subclass_of_an_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fields that it adds are its own."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Mine(Implementation):
+        extra: "no_such_type" = None  # type: ignore[name-defined]  # noqa: F821
+
+    monkeypatch.setattr(sys.modules[__name__], "exported", Mine(name="mine", attention=three), raising=False)
+    assert loading.load(f"{__name__}:exported").name == "mine"
+
+
+# -------------------------------------------------------------------------------------------------- what a run says
+
+ONCE = """
+import torch
+
+def pair(query, key, value):
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value), None
+
+def arrays(query, key, value):
+    return query.astype("float32")
+
+def gives_an_array(query, key, value):
+    return query.detach().float().numpy()
+
+def of_cuda(query, key, value):
+    assert query.is_cuda and key.is_cuda
+    return query
+
+def of_triton(query, key, value):
+    raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+def by_driver(query, key, value):
+    raise RuntimeError("Found no NVIDIA driver on your system. Please check that you have one.")
+"""
+
+
+SAID_ONCE = {
+    "pair": r"out is a tuple (Tensor, None), not a tensor; give a function * return pair(query, key, value)[0]",
+    "arrays": r"it works on NumPy arrays, and was given tensors (AttributeError: * return torch.from_numpy(arrays(",
+    "gives_an_array": r"out is ndarray, not a tensor; * return torch.from_numpy(gives_an_array(",
+    "of_cuda": r"(CUDA: no device; AssertionError: assert query.is_cuda and key.is_cuda)",
+    "of_triton": r"(CUDA: no device; RuntimeError: 0 active drivers ([]); TRITON_INTERPRET=1 runs",
+    "by_driver": r"(CUDA: no device; RuntimeError: Found no NVIDIA driver on your system)",
+}
+FAULTS = ("pair", "arrays", "gives_an_array")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+@pytest.mark.parametrize("processes", ["-n0", "-n2"])
+def test_said_once(tmp_path: Path, processes: str) -> None:
+    """How every call ends is one failure or one line. No other check is run, in any dtype."""
+    (tmp_path / "mine.py").write_text(ONCE)
+    named = [f"--impl={tmp_path}/mine.py:{kernel}" for kernel in SAID_ONCE]
+    command = [sys.executable, "-m", "pytest", "tests/contract/test_call.py", *named, processes, "-q", "-p", "no:cacheprovider", "--assert=plain"]
+    command += ["-k", "test_answers or test_inputs_stay", f"--records={tmp_path}/records.jsonl"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == pytest.ExitCode.TESTS_FAILED, said
+    assert f"{len(FAULTS)} failed, {6 * len(SAID_ONCE) - len(FAULTS)} skipped" in said
+    for kernel, words in SAID_ONCE.items():
+        assert re.search(".*".join(map(re.escape, words.split("*"))), said), f"{kernel}: {said}"
+        assert len(re.findall(rf"^not verified: \S+:{kernel} ", said, re.MULTILINE)) == 1, said
+        assert len(re.findall(rf"^FAILED .*:{kernel}-", said, re.MULTILINE)) == (kernel in FAULTS), said
+    assert not re.search("^refused: ", said, re.MULTILINE), said

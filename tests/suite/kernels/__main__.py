@@ -1,6 +1,7 @@
-"""`python -m tests.contract`: runs the compile gates, which ask compilers about every kernel, and writes what they say to reports/compilers.json.gz.
+"""`python -m flashproof.tests.suite.kernels [--all]` runs the compile gates and writes reports/compilers.json.gz.
 
-In one process, since what other processes heard is in the user's cache folder. Where a gate fails or is skipped nothing is written.
+The gates ask compilers about every kernel. All of it happens in one process, since what other processes heard is in the
+user's cache folder. If a gate fails or is skipped, nothing is written.
 """
 
 import sys
@@ -23,7 +24,7 @@ class Unheard:
         self.count += len(items)
 
 
-said.heard, unheard = {}, Unheard()
+said.heard, said.asks_all, unheard = {}, "--all" in sys.argv, Unheard()
 gates = [str(Path(__file__).with_name(name)) for name in ("test_compile.py", "test_cuda_compile.py")]
 status = pytest.main(["-n0", "-q", *gates], plugins=[unheard])
 if status or unheard.count:

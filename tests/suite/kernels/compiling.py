@@ -5,6 +5,7 @@ would make is compiled instead: exactly the kernels, constants and tile sizes th
 decides between compiler and interpreter when a kernel is defined: `python -m flashproof.tests.suite.kernels.compiling` reads jobs as JSON and answers with records.
 """
 
+import ast
 import contextlib
 import hashlib
 import io
@@ -70,11 +71,21 @@ def resources(jobs: Iterable[Job], run: str) -> list[Resources]:
 
 def _key(job: Job) -> str:
     """A hash of all that the answer to a job depends on."""
-    sources = sorted([*(ROOT / "impls").glob("*.py"), *(ROOT / "impls" / "triton").glob("*.py"), Path(__file__)])
+    sources = [ROOT / "impls" / "call.py", ROOT / "impls" / "spec.py", *sorted((ROOT / "impls" / "triton").glob("*.py"))]
     versions = metadata.version("triton"), metadata.version("torch").partition("+")[0]  # whatever GPU or none torch was built for
     options = sorted((name, value) for name, value in os.environ.items() if name.startswith("TRITON_") and name not in {"TRITON_INTERPRET", "TRITON_CACHE_DIR"})
-    depends = job, versions, options, Resources.__struct_fields__, [(path.name, path.read_bytes()) for path in sources]
+    depends = job, versions, options, Resources.__struct_fields__, [(path.name, _code(path)) for path in [*sources, Path(__file__)]]
     return hashlib.sha256(repr(depends).encode()).hexdigest()
+
+
+def _code(path: Path) -> str:
+    """The code of a file without comments, docstrings and layout: none of these reaches a compiler."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) and body:
+            del body[0]
+    return ast.dump(tree)
 
 
 def _place(key: str) -> Path:

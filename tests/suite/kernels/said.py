@@ -1,8 +1,10 @@
-"""What compilers say of the kernels as they stand, kept in the repository: to hear it anew takes twenty minutes of a processor.
+"""What compilers say of the kernels as they stand, kept in the repository: to ask them anew takes twenty minutes.
 
-Each answer is kept under a hash of all that it depends on: sources, options, target, the compilers' versions. Where one of these has changed, the compiler is
-asked. And each day it is asked about another tenth of what is kept, and must say the same. What it said earlier on this machine, of the same sources, stands in
-the user's cache folder and counts as asking. `python -m tests.contract` asks about all, and writes the file.
+Each answer is kept under a hash of all that it depends on: sources, options, target, the compilers' versions. If one of
+these has changed, the compiler is asked. Each day it is also asked about another tenth of what is kept, and must say the
+same. What it said earlier on this machine, of the same sources, stands in the user's cache folder and counts as asking.
+`python -m flashproof.tests.suite.kernels` asks about what is not kept, and writes the file; with `--all` it asks about
+everything.
 """
 
 import datetime
@@ -15,12 +17,16 @@ from pathlib import Path
 PLACE = Path(__file__).resolve().parents[3] / "reports" / "compilers.json.gz"
 DAYS = 10  # in which everything is asked again
 
-heard: dict[str, str] | None = None  # what compilers have said by now, where all of it is asked for
+heard: dict[str, str] | None = None  # what is known by now, while the file is written anew
+asks_all = False  # whether the file is written without what it holds
 
 
 def recall(key: str) -> str | None:
     """What is kept under a hash in hexadecimal digits; None where the compiler has to be asked, because nothing is kept or because it is its day."""
-    if heard is not None or int(key, 16) % DAYS == datetime.datetime.now(datetime.UTC).toordinal() % DAYS:
+    if heard is not None:
+        kept = None if asks_all else _kept(PLACE).get(key)
+        return heard.setdefault(key, kept) if kept is not None else None
+    if int(key, 16) % DAYS == datetime.datetime.now(datetime.UTC).toordinal() % DAYS:
         return None
     return _kept(PLACE).get(key)
 
@@ -30,7 +36,7 @@ def hold(key: str, answer: str) -> None:
     if heard is not None:
         heard[key] = answer
     elif (kept := _kept(PLACE).get(key, answer)) != answer:
-        raise ValueError(f"{PLACE.name}: says {kept} of {key}, and the compiler {answer}; `python -m tests.contract` writes it anew")
+        raise ValueError(f"{PLACE.name}: says {kept} of {key}, and the compiler {answer}; `python -m flashproof.tests.suite.kernels` writes it anew")
 
 
 def write(answers: dict[str, str]) -> None:
@@ -43,5 +49,5 @@ def _kept(place: Path) -> dict[str, str]:
     try:
         answers: dict[str, str] = json.loads(gzip.decompress(place.read_bytes())) if place.exists() else {}
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise ValueError(f"{place.name}: cannot be read ({error}); `python -m tests.contract` writes it anew") from error
+        raise ValueError(f"{place.name}: cannot be read ({error}); `python -m flashproof.tests.suite.kernels` writes it anew") from error
     return answers

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 from torch import Tensor
@@ -27,6 +28,12 @@ def possible(request: pytest.FixtureRequest) -> None:
     """What computes on this machine, or a skip with its reason."""
     if (reason := launching.missing("cuda" if DEVICE == "cuda" else "cpu")) and "without" not in request.node.name:
         pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile cannot trace what holds tensors to their shapes (`shapes.py`)."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float16) -> list[Tensor]:

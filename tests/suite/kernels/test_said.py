@@ -57,5 +57,5 @@ def test_what_a_compiler_says_is_held_against_what_is_kept() -> None:
 
 def test_a_damaged_file_is_named() -> None:
     said.PLACE.write_bytes(said.PLACE.read_bytes()[:-9])
-    with pytest.raises(ValueError, match=r"compilers.json.gz: cannot be read .* `python -m tests.contract` writes it anew"):
+    with pytest.raises(ValueError, match=r"compilers.json.gz: cannot be read .* `python -m flashproof.tests.suite.kernels` writes it anew"):
         said.hold(KEYS[0], "128 0")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashproof import targets
+from flashproof import signatures
 from flashproof.calling import TensorName
 from flashproof.cases import Case
 from flashproof.impls.spec import DTYPES, Dtype
@@ -60,8 +60,8 @@ def test_eager_is_attention(dtype: Dtype) -> None:
 
 
 def test_a_rule_rejects_what_raises() -> None:
-    def broken(*_: object, **__: object) -> None:
+    def broken(query: object, key: object, value: object) -> None:
         raise ArithmeticError("no")
 
-    implementation = targets.of_callable(broken, "broken")
+    implementation = signatures.of_callable(broken, "broken")
     assert set(rules.ask(implementation, rules.their_inputs("float32", "cpu")[:1])) == set(BY_NAME)

@@ -113,8 +113,8 @@ def test_a_delta_from_the_rounded_output_is_no_lean(line: str) -> None:
     evaluation = bounds.evaluate(problem, [bounds.without_casts(Claim(Arithmetic()))])
     wrong = naive.empty_answer(problem)
     for rows in naive.row_blocks(problem):
-        delta = (rows.dout * rows.out.to(dtype).double()).sum(dim=1, keepdim=True)
-        wrong.dk[rows.batch, rows.head] += rows.scale * ((rows.weights * (rows.dweights - delta)).T @ rows.query)
+        delta = (rows.dout * rows.out.to(dtype).double()).sum(dim=-1, keepdim=True)
+        rows.add(wrong.dk, rows.weights * (rows.slopes().dweights - delta), rows.query, rows.scale)
     bias = verdict.bias(wrong.dk.to(dtype), evaluation.answer.dk, evaluation.bounds[0].dk, [cast.dk for cast in evaluation.casts])
     assert bias is not None
     assert not bias.leans
@@ -167,6 +167,24 @@ def test_bounds_do_not_depend_on_the_blocks_of_rows() -> None:
     own = bounds.bounds(problem, bounds.FLOAT64)  # a bound is computed in float64 too
     for name in TENSORS:
         assert ((getattr(whole, name) - getattr(blocked, name)).abs() <= getattr(own, name)).all(), name
+
+
+@pytest.mark.parametrize("line", [*LINES, "b1 h1 q60 k60 d64 x16 bfloat16", "b2 h4/2 q50 k40 d16 causal float16"])
+@pytest.mark.parametrize("arithmetic", [Arithmetic(), Arithmetic(normaliser="lse", key_tile=16, gradients="input")], ids=str)
+def test_the_bound_of_float64_is_below_its_share_of_that_of_float32(line: str, arithmetic: Arithmetic) -> None:
+    problem, float32 = problem_of(line), bounds.without_casts(Claim(arithmetic))
+    share = bounds.share(problem, bounds.FLOAT64, float32)
+    assert share is not None
+    own, of = bounds.bounds(problem, bounds.FLOAT64), bounds.bounds(problem, float32)
+    for name in TENSORS:
+        assert (getattr(own, name) <= share * getattr(of, name)).all(), name
+
+
+def test_no_share_is_known_where_a_bound_may_be_cut_off_or_is_no_smaller() -> None:
+    problem, float32 = problem_of(LINES[0]), bounds.without_casts(Claim(Arithmetic()))
+    assert bounds.share(problem_of("b1 h1 q50 k50 d16 shift2.5e5"), bounds.FLOAT64, float32) is None
+    assert bounds.share(problem, bounds.FLOAT64, bounds.without_casts(Claim(Arithmetic(accumulate="float64")))) is None
+    assert bounds.share(problem, bounds.FLOAT64, bounds.without_casts(Claim(Arithmetic(exp_ulps=0.0)))) is None
 
 
 def test_every_bound_is_finite() -> None:

@@ -1,13 +1,14 @@
 """Merging: which of two records of the same thing counts, and what is told of files that cannot be merged."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from flashproof.reports.evidence import Evidence, Machine, gather
+from flashproof.reports.evidence import Evidence, Machine, clear, gather
 from flashproof.reports.record import Absence, Curve, Memory, Record
 from flashproof.tests.suite.reports import building
-from flashproof.tests.suite.reports.building import environment, judgement
+from flashproof.tests.suite.reports.building import claim, environment, judgement
 
 CPU, GPU = Machine("cpu", "AMD EPYC, 2 cores"), Machine("cuda", "NVIDIA H200")
 
@@ -46,6 +47,69 @@ def test_the_later_date_wins_on_the_same_device(tmp_path: Path, order: tuple[int
     late: list[Record] = [environment("late", date="2026-03-02T09:00:00Z"), judgement(run="late", rho=0.5)]
     runs = [early, late]
     assert rhos(merged(tmp_path, *(runs[i] for i in order))) == {CPU: [0.5, 0.2]}
+
+
+def dated(run: str, day: int, *records: Record, whole: bool = False, ended: bool = True, **fields: object) -> list[Record]:
+    """A run that came to its end, and whether it was whole."""
+    end = claim(run=run, ended=ended)
+    return [environment(run, date=f"2026-03-{day:02}T10:00:00Z", whole=whole, **fields), *records, end]
+
+
+def cases(evidence: Evidence) -> list[str]:
+    return sorted(judged.judgement.case for kernel in evidence.kernels for judged in kernel.judged)
+
+
+def test_a_whole_run_takes_the_place_of_all_before_it(tmp_path: Path) -> None:
+    """Of its implementations, on its machine. Narrower runs add to it, and take nothing away."""
+    other = judgement(run="before", implementation="tiled.fa2", case="other kernel")
+    before = dated("before", 1, judgement(run="before", case="gone"), judgement(run="before", case="again"), other)
+    elsewhere = dated("elsewhere", 1, judgement(run="elsewhere", case="elsewhere"), device="Grace")
+    whole = dated("whole", 2, judgement(run="whole", case="again"), judgement(run="whole", case="kept"), whole=True)
+    after = dated("after", 3, judgement(run="after", case="again", rho=0.7))
+    evidence = merged(tmp_path, before, elsewhere, whole, after)
+    assert cases(evidence) == ["again", "elsewhere", "kept", "other kernel"]
+    assert [judged.rho for kernel in evidence.kernels for judged in kernel.judged if judged.judgement.case == "again"] == [0.7]
+
+
+def test_a_whole_run_that_was_broken_off_takes_no_place(tmp_path: Path) -> None:
+    """Neither does one that died, and wrote no claim."""
+    before = dated("before", 1, judgement(run="before", case="stays"), whole=True)
+    broken_off = dated("late", 2, judgement(run="late", case="late"), whole=True, ended=False)
+    assert cases(merged(tmp_path, before, broken_off)) == ["late", "stays"]
+    assert cases(merged(tmp_path / "b", before, broken_off[:-1])) == ["late", "stays"]
+
+
+def test_a_damaged_file_is_left_out_where_that_is_asked(tmp_path: Path) -> None:
+    good = building.write(tmp_path / "good.jsonl", [environment(), judgement()])
+    (tmp_path / "bad.jsonl").write_text('{"type": "nonsense"}\n\n')
+    words: list[str] = []
+    assert gather([tmp_path / "bad.jsonl", good], words) == gather([good])
+    assert len(words) == 1
+    assert "bad.jsonl, line 1: not a record" in words[0]
+    with pytest.raises(ValueError, match=r"bad\.jsonl"):
+        gather([tmp_path / "bad.jsonl", good])
+
+
+def test_files_of_runs_that_nothing_is_left_of_are_removed(tmp_path: Path) -> None:
+    """A file of another name, a run that may still go on, and a file that cannot be read stay."""
+    names = {name: f"2026030{number}-100000-abcde{number}.jsonl" for number, name in enumerate(("old", "narrow", "whole", "late", "begun"))}
+    runs = {
+        "old": dated("old", 1, judgement(run="old"), whole=True),
+        "narrow": dated("narrow", 2, judgement(run="narrow", case="found")),
+        "whole": dated("whole", 3, judgement(run="whole"), judgement(run="whole", case="b"), whole=True),
+        "late": dated("late", 4, judgement(run="late")),
+        "begun": dated("begun", 1, judgement(run="begun"))[:-1],
+    }
+    for name, records in runs.items():
+        building.write(tmp_path / names[name], records)
+    building.write(tmp_path / "mine.jsonl", [environment("mine", date="2026-03-01T10:00:00Z"), judgement(run="mine")])
+    (tmp_path / "20260301-100000-ffffff.jsonl").write_text("nonsense\n\n")
+    evidence = gather(path for path in sorted(tmp_path.glob("*.jsonl")) if "ffffff" not in path.name)
+    soon = datetime(2026, 3, 1, 11, tzinfo=UTC)
+    assert [path.name for path in clear(tmp_path, evidence, soon)] == [names["old"], names["narrow"]]
+    assert [path.name for path in clear(tmp_path, evidence)] == [names["begun"]]
+    left = {"mine.jsonl", "20260301-100000-ffffff.jsonl", names["whole"], names["late"]}
+    assert {path.name for path in tmp_path.glob("*.jsonl")} == left
 
 
 def test_within_a_run_the_worst_counts(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_without_the_chart_library_the_tables_stand_alone(tmp_path: Path, monkey
 def test_nothing_imports_torch(tmp_path: Path) -> None:
     records = building.write(tmp_path / "run.jsonl", [environment(), judgement(), *building.measured("triton.fa2", building.CPU)])
     program = (
-        "import sys; from reports.__main__ import main; status = main(sys.argv[1:]); heavy = {'torch', 'triton', 'jax'} & set(sys.modules);"
+        "import sys; from flashproof.reports.__main__ import main; status = main(sys.argv[1:]); heavy = {'torch', 'triton', 'jax'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else status)"
     )
     done = subprocess.run([sys.executable, "-c", program, records, "-o", tmp_path / "site"], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -277,6 +277,6 @@ def test_errors_name_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(good.read_bytes())[:-9])
     assert __main__.main([str(tmp_path / records), "-o", str(tmp_path / output)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("reports: ")
+    assert error.startswith("python -m flashproof.reports: ")
     assert message in error
     assert not (tmp_path / "site").exists()

@@ -1,7 +1,7 @@
 """A plugin of pytest that puts a kernel that crashes into the catalogue, where a run takes it for one of its own."""
 
 from flashproof.impls import catalogue
-from flashproof.targets import of_callable
+from flashproof.signatures import of_callable
 from flashproof.tests.suite.sandbox import kernels
 
 crashing = of_callable(kernels.segfaults_on_odd_lengths, "crashing")

@@ -1,0 +1,5 @@
+"""`python -m flashproof`: the command `flashproof`."""
+
+from flashproof.cli import main
+
+main()

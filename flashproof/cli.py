@@ -1,0 +1,203 @@
+"""The command `flashproof`.
+
+Nothing here imports PyTorch before something is verified: help, `list` and `report` start at once.
+"""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+USAGE_ERROR = 4  # what pytest answers to an error on the command line
+
+
+class Status(SystemExit):
+    """The exit status of a command, apart from the one of an error on the command line."""
+
+
+class Commands(TyperGroup):
+    """The commands. `flashproof TARGET` is short for `flashproof verify TARGET`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Puts `verify` in front of what names no command."""
+        if args and args[0] not in self.commands and args[0] not in ("--help", "-h", "--version"):
+            args = ["verify", *args]
+        return super().parse_args(ctx, args)
+
+    def main(self, *args: Any, **keywords: Any) -> Any:
+        """Ends with the status of pytest for an error on the command line."""
+        try:
+            return super().main(*args, **keywords)
+        except Status:
+            raise
+        except SystemExit as end:
+            raise SystemExit(USAGE_ERROR if end.code == 2 else end.code) from end
+
+
+app = typer.Typer(
+    cls=Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    subcommand_metavar="TARGET... | COMMAND [ARGUMENTS]...",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Target = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="TARGET...", help="package.module:attribute, path/file.py:attribute, or a name or glob of the catalogue"
+    ),
+]
+Dtype = Annotated[
+    list[str] | None, typer.Option("--dtype", help="only this dtype: float32, float16 or bfloat16; repeatable")
+]
+Device = Annotated[str | None, typer.Option("--device", help="only on this device: cpu or cuda")]
+TimeLimit = Annotated[
+    float | None,
+    typer.Option("--time-limit", metavar="SECONDS", help="for one call of an external kernel, with its backward"),
+]
+Processes = Annotated[
+    str, typer.Option("-n", "--processes", metavar="NUMBER", help="how many processes; 0 runs all of it in this one")
+]
+Records = Annotated[
+    Path | None, typer.Option("--records", metavar="FILE", help="where the records go; then no report is written")
+]
+Report = Annotated[
+    Path | None, typer.Option("--report", metavar="DIR", help="where the report goes, instead of flashproof-report")
+]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        import flashproof
+
+        typer.echo(f"flashproof {flashproof.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def flashproof(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version and exit")
+    ] = False,
+) -> None:
+    """Verify attention kernels: is a kernel as accurate as the arithmetic that it claims allows?
+
+    [bold]flashproof mine.py:attention[/] verifies a function. It is short for [bold]flashproof verify[/], and
+    [bold]flashproof verify --help[/] lists its options. With [bold]--quick[/] it answers within seconds.
+    """
+
+
+@app.command()
+def verify(
+    targets: Target,
+    dtype: Dtype = None,
+    device: Device = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--case", metavar="LINE", help="only this case, as a report prints it, by every check; repeatable"
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="a few checks and cases that find most faults within seconds")
+    ] = False,
+    search: Annotated[
+        str | None,
+        typer.Option(
+            "--search", metavar="BUDGET", help="how much each search tries: cases (5000) or time (30s, 10m, 8h)"
+        ),
+    ] = None,
+    keyword: Annotated[
+        str | None, typer.Option("-k", metavar="EXPRESSION", help="only checks whose names match, as for pytest -k")
+    ] = None,
+    time_limit: TimeLimit = None,
+    processes: Processes = "auto",
+    records: Records = None,
+    report: Report = None,
+) -> None:
+    """Verify implementations. The exit status is 0 only if every one of them was verified."""
+    _run(
+        False,
+        targets=tuple(targets),
+        dtypes=tuple(dtype or ()),
+        device=device,
+        cases=tuple(case or ()),
+        quick=quick,
+        search=search,
+        keyword=keyword,
+        time_limit=time_limit,
+        processes=processes,
+        records=records,
+        report=report,
+    )
+
+
+@app.command()
+def case(
+    line: Annotated[str, typer.Argument(metavar="'LINE'", help="a case, as a report prints it")],
+    targets: Target,
+    device: Device = None,
+    time_limit: TimeLimit = None,
+    processes: Processes = "auto",
+    records: Records = None,
+    report: Report = None,
+) -> None:
+    """Run one case by every check that takes it, and show the verdict on each tensor, also where it passes."""
+    _run(
+        True,
+        targets=tuple(targets),
+        cases=(line,),
+        device=device,
+        time_limit=time_limit,
+        processes=processes,
+        records=records,
+        report=report,
+    )
+
+
+@app.command("list")
+def list_(
+    checks: Annotated[
+        bool, typer.Option("--checks", help="list the checks, each with what it asks of a kernel; takes longer")
+    ] = False,
+) -> None:
+    """List the catalogue, and what of it can run on this machine."""
+    from flashproof import listing
+
+    listing.show_checks() if checks else listing.show_catalogue()
+
+
+@app.command()
+def report(
+    records: Annotated[list[Path], typer.Argument(metavar="RECORDS...", help="record files of runs; .gz is unpacked")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="DIR", help="the folder; DIR/index.html is its first page")
+    ],
+) -> None:
+    """Merge the records of several runs or machines into one report."""
+    from flashproof.reports.__main__ import merge
+
+    raise Status(merge(records, output, "flashproof report"))
+
+
+def _run(single: bool, **wanted: Any) -> None:
+    """Verifies, shows it, and ends with pytest's exit status."""
+    from flashproof.progress import CaseDisplay, Display
+    from flashproof.running import Wanted, run
+
+    command = shlex.join(["flashproof", *sys.argv[1:]])
+    with (CaseDisplay if single else Display)(command) as display:
+        status = run(Wanted(**wanted), display)
+        display.conclude(status)
+    raise Status(status)
+
+
+def main() -> None:
+    """The entry point."""
+    app(prog_name="flashproof")

@@ -1,0 +1,90 @@
+"""What a call that brought no answer says of the function itself: whether it declined, and whether every call ends so.
+
+A function that returns a pair, works on NumPy arrays or needs a device that is not there answers no case. A run says so
+once, with what would do, and leaves its other checks out.
+"""
+
+import re
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy
+from torch import Tensor
+
+# How a kernel words that it runs on a GPU alone, as PyTorch, Triton and their users do.
+GPU_ALONE = re.compile(r"cuda|nvidia|\bgpus?\b|active drivers|cpu tensor", re.IGNORECASE)
+SHOWN = 4  # elements of a tuple that are named
+
+
+def said(error: BaseException) -> str:
+    """An exception in words: its type and its text, or the line that raised it where an assertion has no text."""
+    text = " ".join(str(error).split())
+    if not text and isinstance(error, AssertionError) and error.__traceback__:
+        text = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def declines(error: BaseException) -> bool:
+    """Whether it is an error by which a call may be declined, if the device has survived it."""
+    usual = isinstance(error, NotImplementedError | ValueError | TypeError | RuntimeError | AssertionError)
+    return (usual or _is_of_triton(error)) and "can't allocate memory" not in str(error)
+
+
+def _is_of_triton(error: BaseException) -> bool:
+    """Whether Triton could not compile the kernel, or needs more of the device than there is. It need not be loaded."""
+    kinds = [kind for kind in type(error).__mro__ if kind.__module__.partition(".")[0] == "triton"]
+    return any(kind.__name__ in ("CompilationError", "OutOfResources") for kind in kinds)
+
+
+def needs_gpu(error: BaseException) -> bool:
+    """Whether a call with tensors on the CPU raised this because the function runs on a GPU alone."""
+    return GPU_ALONE.search(f"{said(error)} {error}") is not None
+
+
+def works_on_arrays(attention: Callable[..., object], query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a function that fails on tensors answers NumPy arrays by an array. It is called."""
+    if query.is_cuda:
+        return False
+    with suppress(Exception):
+        return isinstance(
+            attention(*(tensor.detach().float().numpy() for tensor in (query, key, value))), numpy.ndarray
+        )
+    return False
+
+
+def converting(name: str) -> str:
+    """What would do in place of a function that works on NumPy arrays."""
+    arrays = "(x.detach().numpy() for x in (query, key, value))"
+    return (
+        "give a function that converts them, which is verified forward only: "
+        f"def attention(query, key, value): return torch.from_numpy({_short(name)}(*{arrays}))"
+    )
+
+
+def not_a_tensor(returned: object, name: str) -> str:
+    """What the function of a name returned in place of a tensor, and what would do."""
+    call = f"{_short(name)}(query, key, value)"
+    if isinstance(returned, numpy.ndarray):
+        better = f"return torch.from_numpy({call})"
+    elif isinstance(returned, tuple) and returned and isinstance(returned[0], Tensor):
+        better = f"return {call}[0]"
+    else:
+        return f"{_kind(returned)}, not a tensor; give a function that returns the output"
+    advice = f"give a function that returns the output alone: def attention(query, key, value): {better}"
+    if isinstance(returned, tuple):
+        advice += ". A function with a parameter return_lse returns (out, lse) where that is True"
+    return f"{_kind(returned)}, not a tensor; {advice}"
+
+
+def _kind(value: object) -> str:
+    """The type of a value, in words; of a tuple, those of its elements."""
+    if isinstance(value, tuple):
+        kinds = ["None" if element is None else type(element).__name__ for element in value[:SHOWN]]
+        return f"a tuple ({', '.join(kinds)}{', ...' if len(value) > SHOWN else ''})"
+    return "None" if value is None else type(value).__name__
+
+
+def _short(name: str) -> str:
+    """The attribute of a name."""
+    return name.rpartition(":")[2]

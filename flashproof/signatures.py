@@ -1,0 +1,208 @@
+"""Signatures: what a bare callable claims.
+
+Its parameters are its claim, whatever kind of callable it is: a function, a `functools.partial`, a module, an operator
+of `torch.ops`, a builtin whose docstring begins with its signature.
+"""
+
+import ast
+import inspect
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from flashproof.impls.spec import Implementation, Supports, arithmetic_of_callables
+
+Kind = inspect.Parameter
+# The keywords of the attention call that flashproof knows, and what each is when it changes nothing.
+NEUTRAL = {
+    "is_causal": "False",
+    "causal_alignment": "'top_left'",
+    "scale": "None",
+    "enable_gqa": "False",
+    "block_mask": "None",
+    "dropout_p": "0.0",
+    "dropout_seed": "0",
+    "return_lse": "False",
+}
+
+
+def of_callable(attention: object, name: str) -> Implementation:
+    """A bare callable as an implementation: it claims what its parameters name, in the three dtypes, on both devices.
+
+    `is_causal` claims top-left causal masks, and with `causal_alignment` bottom-right ones; `scale` any positive scale;
+    `enable_gqa` grouped heads; `block_mask` block masks; `dropout_p` together with `dropout_seed` dropout; `return_lse`
+    the log-sum-exp. `**kwargs` claims nothing. Its arithmetic is taken to be `arithmetic_of_callables`.
+
+    Raises TypeError for what cannot be called with query, key and value alone, and for what does not say what it takes.
+    """
+    if reason := _no_function(attention):
+        raise TypeError(
+            f"{name}: {reason}; give a function attention(query, key, value, ...) or a flashproof.Implementation"
+        )
+    assert callable(attention)
+    keywords = _keywords(_parameters(attention, name), name)
+    causal: tuple[Any, ...] = ("top_left", "bottom_right") if "causal_alignment" in keywords else ("top_left",)
+    supports = Supports(
+        causal=causal if "is_causal" in keywords else (),
+        scale="positive" if "scale" in keywords else "default",
+        grouped_heads="enable_gqa" in keywords,
+        cross_lengths=True,
+        strided=True,
+        unaligned=True,
+        block_mask="block_mask" in keywords,
+        dropout={"dropout_p", "dropout_seed"} <= keywords,
+        lse="return_lse" in keywords,
+    )
+    return Implementation(
+        name=name,
+        attention=attention,
+        supports=supports,
+        arithmetic=arithmetic_of_callables,
+        summary="A function, verified as it stands.",
+        bare=True,
+    )
+
+
+def _no_function(given: object) -> str | None:
+    """Why something is not an attention function, in words; None for what can be called."""
+    if isinstance(given, ModuleType):
+        return f"{given.__name__} is a module, not an attention function; name an attribute of it"
+    if inspect.isclass(given):
+        if issubclass(given, torch.autograd.Function):
+            return f"{given.__name__} is a class, not an attention function; its method {given.__name__}.apply is one"
+        return f"{given.__name__} is a class, not an attention function; an instance of it may be one"
+    if type(given).__module__.partition(".")[0] == "triton":
+        return "a Triton kernel is not an attention function; the Python function that launches it is one"
+    return None if callable(given) else f"{given!r} is not an attention function"
+
+
+def _keywords(parameters: list[Kind], name: str) -> set[str]:
+    """The parameters that may be given by name beside query, key and value. Raises TypeError if more is needed."""
+    positional = [p for p in parameters if p.kind in (Kind.POSITIONAL_ONLY, Kind.POSITIONAL_OR_KEYWORD)]
+    tensors, others = positional[:3], [p for p in parameters if p not in positional[:3]]
+    if len(tensors) < 3 and any(p.kind is Kind.VAR_POSITIONAL for p in parameters):
+        raise TypeError(f"{name}: takes *args, which does not say what it takes; {_saying_what(name)}")
+    if len(tensors) < 3:
+        raise TypeError(
+            f"{name}: takes {len(tensors)} positional arguments; give a function that takes three: "
+            "attention(query, key, value, ...)"
+        )
+    named = [p for p in others if p.kind not in (Kind.VAR_POSITIONAL, Kind.VAR_KEYWORD)]
+    required = [p for p in named if p.default is Kind.empty]
+    if required and tensors[0].name == "self":
+        raise TypeError(f"{name}: is a method of a class; give that of an instance, or the instance")
+    if required:
+        raise TypeError(
+            f"{name}: needs {', '.join(p.name for p in required)} beside query, key and value, which are its first "
+            f"three arguments; give a function that fills in what is missing: attention = {_filled(required, name)}. "
+            f"The keywords that flashproof knows: {', '.join(NEUTRAL)}"
+        )
+    return {p.name for p in named if p.kind is not Kind.POSITIONAL_ONLY}
+
+
+def _filled(required: list[Kind], name: str) -> str:
+    """An expression that fills in the arguments that a function requires beside query, key and value."""
+    function, names = _short(name), {p.name for p in required}
+    if names & {"q", "k", "v", "query", "key", "value"}:  # the three come behind something else
+        return f"lambda query, key, value: {function}(..., query, key, value)"
+    if any(p.kind is Kind.POSITIONAL_ONLY for p in required):
+        values = ", ".join(NEUTRAL.get(p.name, p.name) for p in required)
+        return f"lambda query, key, value: {function}(query, key, value, {values})"
+    values = ", ".join(f"{p.name}={NEUTRAL.get(p.name, '...')}" for p in required)
+    return f"functools.partial({function}, {values})"
+
+
+def _saying_what(name: str) -> str:
+    """How to verify a callable whose signature says nothing."""
+    return f"""give a function with named parameters that calls it, or say what it takes in a file of yours:
+
+    from flashproof import Implementation, Supports
+
+    verified = Implementation(
+        name="{_short(name)}",
+        attention={_short(name)},
+        supports=Supports(causal=("top_left",), scale="positive", cross_lengths=True),
+    )
+
+and give that: 'path/file.py:verified'"""
+
+
+def _short(name: str) -> str:
+    """The attribute of a name."""
+    return name.rpartition(":")[2] or name
+
+
+def _parameters(attention: Callable[..., object], name: str) -> list[Kind]:
+    """A callable's parameters. Raises TypeError if nothing says what they are."""
+    owner = getattr(attention, "__self__", None)
+    if inspect.isclass(owner) and issubclass(owner, torch.autograd.Function):
+        # `apply` takes no keywords. Its arguments are those of `forward` behind the context, if it has one.
+        has_context = owner.setup_context is torch.autograd.Function.setup_context
+        found = list(inspect.signature(owner.forward).parameters.values())[1 if has_context else 0 :]
+        return [p.replace(kind=Kind.POSITIONAL_ONLY) if p.kind is Kind.POSITIONAL_OR_KEYWORD else p for p in found]
+    attention = getattr(attention, "_orig_mod", attention)  # a compiled module
+    attention = getattr(attention, "forward", attention)  # nn.Module: __call__ says nothing, forward does
+    schema = _schema(attention, name)
+    if schema is not None:
+        return _of_schema(schema, name)[isinstance(attention, torch.ScriptMethod) :]  # its first is the module
+    try:
+        return list(inspect.signature(attention).parameters.values())
+    except (TypeError, ValueError):
+        return _of_docstring(attention, name)
+
+
+def _schema(attention: object, name: str) -> Any:
+    """The schema of an operator or of a scripted function; None for any other callable."""
+    operator: Any = getattr(attention, "_opoverload", attention)  # torch.library.custom_op
+    if isinstance(operator, torch._ops.OpOverloadPacket):
+        overloads = operator.overloads()  # type: ignore[no-untyped-call]
+        if "default" not in overloads and len(overloads) != 1:
+            raise TypeError(
+                f"{name}: has the overloads {', '.join(overloads)}; give one of them, as {name}.{overloads[0]}"
+            )
+        operator = getattr(operator, "default" if "default" in overloads else overloads[0])
+    if isinstance(operator, torch._ops.OpOverload):
+        return operator._schema
+    return operator.schema if isinstance(operator, torch.jit.ScriptFunction | torch.ScriptMethod) else None
+
+
+def _of_schema(schema: Any, name: str) -> list[Kind]:
+    if len(schema.returns) != 1:
+        values = ", ".join(value.name or str(value.type) for value in schema.returns)
+        raise TypeError(
+            f"{name}: returns {len(schema.returns)} values ({values}); give a function that returns the output alone: "
+            f"def attention(query, key, value): return {_short(name)}(query, key, value)[0]"
+        )
+    return [
+        Kind(
+            argument.name,
+            Kind.KEYWORD_ONLY if argument.kwarg_only else Kind.POSITIONAL_OR_KEYWORD,
+            default=argument.default_value if argument.has_default_value() else Kind.empty,
+        )
+        for argument in schema.arguments
+    ]
+
+
+def _of_docstring(attention: object, name: str) -> list[Kind]:
+    """Parameters from the head of a docstring, where torch's builtins have them: "f(a, b=0.0) -> Tensor"."""
+    head = (inspect.getdoc(attention) or "").partition("\n\n")[0].partition("->")[0].strip()
+    try:
+        definition = ast.parse(f"def {head}: ...").body[0]
+    except SyntaxError:
+        definition = None
+    if not isinstance(definition, ast.FunctionDef):
+        raise TypeError(f"{name}: its parameters cannot be read; {_saying_what(name)}")
+    given = definition.args
+
+    def read(arguments: Iterable[ast.arg], defaults: Iterable[object], kind: Any) -> list[Kind]:
+        pairs = zip(arguments, defaults, strict=True)
+        return [Kind(a.arg, kind, default=Kind.empty if default is None else default) for a, default in pairs]
+
+    plain = [*given.posonlyargs, *given.args]
+    missing = [None] * (len(plain) - len(given.defaults))
+    found = read(plain, [*missing, *given.defaults], Kind.POSITIONAL_OR_KEYWORD)
+    if given.vararg:
+        found.append(Kind(given.vararg.arg, Kind.VAR_POSITIONAL))
+    return found + read(given.kwonlyargs, given.kw_defaults, Kind.KEYWORD_ONLY)

@@ -1,0 +1,405 @@
+"""`flashproof.verify`: a verification that is started from Python, and its result."""
+
+import ctypes
+import importlib
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashproof import loading
+from flashproof.impls.catalogue import CATALOGUE
+from flashproof.impls.spec import Implementation
+from flashproof.reports import wording
+from flashproof.reports.evidence import size, worst_rho
+from flashproof.reports.record import Judgement, read
+from flashproof.running import Wanted, Watcher, run
+from flashproof.sandbox.process_state import SETTINGS
+from flashproof.signatures import of_callable
+
+PR_SET_PDEATHSIG = 1
+PATIENCE = 10.0  # seconds for a child to end after Ctrl-C, with what it found
+SHOWN = 3  # failures that the text of a result tells in full
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a verification.
+
+    `verified` is true only if nothing failed and something passed of all that was selected: the exit status 0 of
+    `pytest --impl`. After a quick run it says only that this run found no fault.
+    """
+
+    target: str
+    verified: bool
+    quick: bool
+    checks: int  # that were run
+    failures: tuple[Judgement, ...]
+    worst: dict[tuple[str, str], Judgement]  # the largest rho, by tensor and dtype: result.worst["dq", "float16"].rho
+    refused: tuple[Judgement, ...]  # what the function declined with a clear exception; not a failure
+    unverified: dict[str, str]  # implementations of which nothing was verified, each with the reason
+    records: Path | None  # the file, if one was asked for
+    report: Path | None  # its first page, if one was asked for
+    said: tuple[str, ...] = field(default=())  # further lines of the run, such as what is not claimed
+    again: bool = True  # whether the command that a failure names can repeat it: the target can be loaded by its name
+
+    def __bool__(self) -> bool:
+        return self.verified
+
+    def __str__(self) -> str:
+        verdict = "verified" if self.verified else "not verified"
+        if self.quick and self.verified:
+            verdict = "no fault found by a quick run"
+        lines = [f"{self.target}: {verdict}: {wording.plural(self.checks, 'check')}"]
+        if largest := max(self.worst.values(), key=lambda one: size(worst_rho(one)), default=None):
+            lines[0] += f", largest rho {wording.rho(worst_rho(largest))} ({largest.tensor}, {largest.dtype})"
+        lines += [f"not verified: {name} ({why})" for name, why in self.unverified.items()]
+        told: dict[tuple[str, str], Judgement] = {}
+        for failure in self.failures:
+            told.setdefault((failure.check, failure.dtype), failure)
+        for failure in list(told.values())[:SHOWN]:
+            lines += ["", self._block(failure)]
+        if rest := len(self.failures) - min(len(told), SHOWN):
+            lines += ["", f"and {wording.plural(rest, 'more failure')}"]
+        return "\n".join([*lines, *self.said])
+
+    def _block(self, failure: Judgement) -> str:
+        block = wording.failure_block(failure)
+        if self.again:
+            return block
+        return f"{block.rpartition('again: ')[0]}again: flashproof.verify(..., cases=[{failure.case!r}])"
+
+    def raise_for_failures(self) -> None:
+        """Raises AssertionError with the text of the result, unless it is verified."""
+        if not self.verified:
+            raise AssertionError(str(self))
+
+
+def verify(
+    target: "str | Callable[..., object] | Implementation",
+    *,
+    dtypes: "Sequence[str | torch.dtype] | str | torch.dtype | None" = None,
+    device: str | None = None,
+    cases: Sequence[str] | str = (),
+    quick: bool = False,
+    search: str | None = None,
+    time_limit: float | None = None,
+    processes: int | None = None,
+    report: Path | str | None = None,
+    records: Path | str | None = None,
+) -> Result:
+    """Verifies an implementation by flashproof's checks, and returns what they found.
+
+    target: a name, as `pytest --impl` takes it; or a function, a module of PyTorch, any other callable, or an
+    `Implementation`. The options mean what those of `pytest --impl` mean. processes: one for each core if it is not
+    given. records, report: a file and a folder; neither is written if it is not given.
+
+    The verification runs in a fork of this process, so the caller's process stays as it is, and a kernel that crashes
+    or hangs is a failed case. A process that uses CUDA cannot be forked. Where there is a CUDA device, the target runs
+    in a new process if it can be imported by a name (`package.module:function`). A lambda, a closure or another object
+    without a name then runs in this process, as with `-n 0`: nothing protects it from a crash or a hang.
+
+    Raises ValueError for what the command line would not accept, such as an unknown name, and TypeError for an object
+    that is no attention function.
+    """
+    name, given, importable = _named(target)
+    if given is not None and not isinstance(given, Implementation):
+        of_callable(given, name)  # raises TypeError
+    words = [dtypes] if isinstance(dtypes, str | torch.dtype) else dtypes or ()
+    with tempfile.TemporaryDirectory(prefix="flashproof-") as temporary:
+        folder = Path(temporary)
+        wanted = Wanted(
+            targets=(name,),
+            dtypes=tuple(str(word) for word in words),
+            device=device,
+            cases=(cases,) if isinstance(cases, str) else tuple(cases),
+            quick=quick,
+            search=search,
+            time_limit=time_limit,
+            processes="auto" if processes is None else processes,
+            records=Path(records).absolute() if records else folder / "records.jsonl",
+            report=Path(report).absolute() if report else None,
+        )
+        if not torch.cuda.is_available():
+            outcome = _forked(wanted, given, folder)
+        elif importable:
+            outcome = _spawned(wanted, folder)
+        else:
+            outcome = _here(replace(wanted, processes=0), given, folder)
+        return _result(name, wanted, outcome, folder, importable=importable)
+
+
+# ------------------------------------------------------------------------------------------------------- the target
+
+
+def _named(target: object) -> tuple[str, object | None, bool]:
+    """The name that a run knows the target by, the object if it is one, and whether the name can be imported."""
+    if isinstance(target, str):
+        return target, None, True
+    if isinstance(target, Implementation) and target.name in CATALOGUE and loading.load(target.name) is target:
+        return target.name, None, True
+    function = target.attention if isinstance(target, Implementation) else target
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    if module is not None and module.__name__ != "__main__":
+        for qualified in (_qualified(target), *(key for key, value in vars(module).items() if value is target)):
+            with suppress(AttributeError):
+                if qualified and reduce(getattr, qualified.split("."), module) is target:
+                    return f"{module.__name__}:{qualified}", target, True
+    place = "given"
+    with suppress(TypeError, OSError):
+        path = Path(inspect.getsourcefile(inspect.unwrap(function)) or "").absolute()  # type: ignore[arg-type]
+        place = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    own = target.name if isinstance(target, Implementation) else ""
+    return f"{place}:{own or _qualified(target) or type(target).__qualname__}", target, False
+
+
+def _qualified(target: object) -> str:
+    return str(getattr(target, "__qualname__", ""))
+
+
+# ----------------------------------------------------------------------------------------------------- the processes
+
+
+class _Counter(Watcher):
+    """Counts the checks."""
+
+    command = "flashproof.verify"
+    checks = 0
+
+    def ended(self, report: pytest.TestReport) -> None:
+        """One more, unless it was left out."""
+        self.checks += report.outcome != "skipped" or hasattr(report, "wasxfail")
+
+
+def _work(wanted: Wanted, folder: Path) -> None:
+    """Verifies in this process, writes the report if one is asked for, and leaves the outcome in the folder."""
+    from flashproof import summary
+
+    counter = _Counter()
+    status = run(wanted, counter)
+    outcome: dict[str, Any] = {"status": status, "checks": counter.checks, "unverified": {}, "said": [], "report": None}
+    if session := counter.session:
+        if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            outcome["unverified"] = {name: summary.reason(session, name) for name in summary.unverified(session)}
+            lines = [line.text for line in summary.last_lines(session)]
+            outcome["said"] = [line for line in lines if not line.startswith("not verified: ")]
+        if wanted.report:
+            try:
+                from flashproof.reports.pages import write_site
+
+                outcome["report"] = str(write_site([session.path], wanted.report))
+            except (ImportError, OSError, ValueError) as error:  # the verdict stands
+                outcome["said"].append(f"report: not written: {error}")
+    (folder / "outcome.json").write_text(json.dumps(outcome))
+
+
+def _forked(wanted: Wanted, given: object | None, folder: Path) -> dict[str, Any]:
+    """The outcome of a fork of this process."""
+    _prepare()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python warns of a fork while threads run; they are PyTorch's, and wait
+        process = os.fork()
+    if not process:
+        _live(wanted, given, folder)
+    try:
+        os.waitpid(process, 0)
+    except BaseException:  # Ctrl-C: the child ends with what it found, and takes its workers along
+        _end(process)
+        raise
+    return _outcome(folder)
+
+
+def _prepare() -> None:
+    """Imports what every fork needs, once. A library that is imported for it sets a variable, which is put back."""
+    before = dict(os.environ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("flashproof.summary")
+        importlib.import_module("flashproof.registry").checks()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def _live(wanted: Wanted, given: object | None, folder: Path) -> None:
+    """The life of the fork."""
+    try:
+        os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
+        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
+        for name in [name for name in os.environ if name.startswith("PYTEST_")]:  # of a test that this is called in
+            del os.environ[name]
+        warnings.resetwarnings()
+        warnings.simplefilter("ignore")
+        _register(wanted, given)
+        with _plain_torch():
+            _work(wanted, folder)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        import traceback
+
+        (folder / "died").write_text(traceback.format_exc())
+    finally:
+        os._exit(0)
+
+
+def _end(process: int) -> None:
+    """Ends a child: by Ctrl-C first, then by force."""
+    deadline = time.monotonic() + PATIENCE
+    with suppress(ProcessLookupError, ChildProcessError):
+        os.kill(process, signal.SIGINT)
+        while time.monotonic() < deadline:
+            if os.waitpid(process, os.WNOHANG)[0]:
+                return
+            time.sleep(0.05)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+def _spawned(wanted: Wanted, folder: Path) -> dict[str, Any]:
+    """The outcome of a new process, which finds modules where this one finds them."""
+    (folder / "wanted.json").write_text(json.dumps(asdict(wanted), default=str))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    program = "import sys, pathlib, flashproof.verification as v; v.work_in(pathlib.Path(sys.argv[1]))"
+    command = [sys.executable, "-c", program, str(folder)]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            process.wait()
+        except BaseException:
+            _end(process.pid)
+            raise
+    return _outcome(folder)
+
+
+def work_in(folder: Path) -> None:
+    """Verifies, in a new process, what the folder says."""
+    fields = json.loads((folder / "wanted.json").read_text())
+    for name in ("targets", "dtypes", "cases"):
+        fields[name] = tuple(fields[name])
+    for name in ("records", "report"):
+        fields[name] = Path(fields[name]) if fields[name] else None
+    _work(Wanted(**fields), folder)
+
+
+def _here(wanted: Wanted, given: object | None, folder: Path) -> dict[str, Any]:
+    """The outcome of a run in this process, which it leaves as it was."""
+    with (folder / "log").open("w") as log, redirect_stdout(log), redirect_stderr(log), _left_as_it_was():
+        _register(wanted, given)
+        try:
+            with _plain_torch():
+                _work(wanted, folder)
+        finally:
+            loading.GIVEN.pop(wanted.targets[0], None)
+    return _outcome(folder)
+
+
+def _register(wanted: Wanted, given: object | None) -> None:
+    if given is not None:
+        loading.GIVEN[wanted.targets[0]] = given
+
+
+@contextmanager
+def _plain_torch() -> Generator[None]:
+    """Inside, PyTorch is as in a new process, whatever mode the caller is in."""
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        yield
+
+
+@contextmanager
+def _left_as_it_was() -> Generator[None]:
+    """Puts back what a run changes in its process."""
+    from threadpoolctl import threadpool_limits
+
+    before = [(setting, setting.read()) for setting in SETTINGS]
+    variables, paths, finders, modules = dict(os.environ), list(sys.path), list(sys.meta_path), set(sys.modules)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with warnings.catch_warnings(), threadpool_limits(None):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(variables)
+        sys.path[:], sys.meta_path[:] = paths, finders
+        for name in [name for name in set(sys.modules) - modules if name.startswith("flashproof.tests.")]:
+            sys.modules.pop(name, None)
+        for number, handler in handlers.items():
+            with suppress(ValueError):  # not in the main thread, where nothing was changed either
+                signal.signal(number, handler)
+        for setting, value in before:
+            if setting.read() != value:
+                setting.put_back(value)
+
+
+def _outcome(folder: Path) -> dict[str, Any]:
+    path = folder / "outcome.json"
+    if not path.exists():
+        died, log = folder / "died", folder / "log"
+        words = "".join(file.read_text(errors="replace") for file in (died, log) if file.exists())
+        raise RuntimeError(f"the process of the verification died:\n{words[-3000:]}")
+    outcome: dict[str, Any] = json.loads(path.read_text())
+    if outcome["status"] == pytest.ExitCode.USAGE_ERROR:
+        said = [line for line in (folder / "log").read_text(errors="replace").splitlines() if line.strip()]
+        raise ValueError("\n".join(line.removeprefix("ERROR: ") for line in said) or "the options cannot be understood")
+    if outcome["status"] == pytest.ExitCode.INTERNAL_ERROR:
+        raise RuntimeError((folder / "log").read_text(errors="replace")[-3000:])
+    return outcome
+
+
+# -------------------------------------------------------------------------------------------------------- the result
+
+
+def _result(name: str, wanted: Wanted, outcome: dict[str, Any], folder: Path, *, importable: bool) -> Result:
+    path = wanted.records
+    assert path is not None
+    judged = [one for one in read(path) if isinstance(one, Judgement)] if path.exists() else []
+    worst: dict[tuple[str, str], Judgement] = {}
+    for one in judged:
+        if one.tensor and one.rho is not None and one.status in ("passed", "failed"):
+            before = worst.get((one.tensor, one.dtype))
+            if before is None or size(worst_rho(one)) > size(worst_rho(before)):
+                worst[one.tensor, one.dtype] = one
+    return Result(
+        target=name,
+        verified=outcome["status"] == 0,
+        quick=wanted.quick,
+        checks=outcome["checks"],
+        failures=tuple(one for one in judged if one.status == "failed"),
+        worst=worst,
+        refused=tuple(one for one in judged if one.status == "refused"),
+        unverified=outcome["unverified"],
+        records=None if path.is_relative_to(folder) else path,
+        report=Path(outcome["report"]) if outcome["report"] else None,
+        said=tuple(outcome["said"]),
+        again=importable,
+    )

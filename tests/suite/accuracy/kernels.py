@@ -1,0 +1,58 @@
+"""Attention of torch, and what is wrong with patched copies of it."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flashproof.cases import Case, Inputs, inputs
+
+Kernel = Callable[..., Tensor]
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool) -> Tensor:
+    """Torch's own."""
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def scaled_wrong(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool) -> Tensor:
+    """A scale off by 0.1 %."""
+    return sdpa(query, key, value, is_causal=is_causal, scale=1.001 * scale, enable_gqa=enable_gqa)
+
+
+def leaking(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool) -> Tensor:
+    """A key of padding, all 0, is seen: behind the last one, and under a causal mask the next one."""
+    key, value = (torch.cat([tensor, torch.zeros_like(tensor[:, :, :1])], dim=2) for tensor in (key, value))
+    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
+    mask = seen.tril(1) if is_causal else seen
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+
+
+def without_maximum(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool) -> Tensor:
+    """Exponentials of the scores as they are: they overflow above 88.7."""
+    groups = query.shape[1] // key.shape[1] if enable_gqa else 1
+    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    scores = scale * (query.float() @ key.float().mT)
+    if is_causal:
+        hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    weights = scores.exp()
+    return ((weights / weights.sum(dim=-1, keepdim=True)) @ value.float()).to(query.dtype)
+
+
+def asked(case: Case) -> dict[str, Any]:
+    """The keywords of a case, for a kernel and for the judge alike."""
+    scale = 1.0 / math.sqrt(case.dim) if case.scale is None else case.scale
+    return {"is_causal": case.mask == "causal", "scale": scale, "enable_gqa": case.heads != case.kv_heads}
+
+
+def answered(kernel: Kernel, case: Case) -> tuple[Inputs, dict[str, Any]]:
+    """A case's tensors, and what a kernel answers: out, dq, dk, dv."""
+    given = inputs(case)
+    leaves = [tensor.detach().requires_grad_() for tensor in (given.query, given.key, given.value)]
+    out = kernel(*leaves, **asked(case))
+    gradients = torch.autograd.grad(out, leaves, given.dout)
+    return given, {"out": out, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}

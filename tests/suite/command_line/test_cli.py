@@ -1,0 +1,179 @@
+"""The command `flashproof`: the verdicts of `pytest --impl`, its exit status, and a start without PyTorch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashproof import listing, loading, quick
+from flashproof.cases import Case
+from flashproof.impls.catalogue import CATALOGUE
+from flashproof.impls.spec import DTYPES, Device
+from flashproof.registry import checks
+from flashproof.reports.record import Environment, Judgement, Record, read
+
+SMALL = "b1 h1 q5 k5 d8 float32"
+KERNELS = """
+import torch
+
+
+def right(query, key, value, is_causal=False):
+    scores = query.float() @ key.float().transpose(-2, -1) / query.shape[-1] ** 0.5
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -torch.inf)
+    return (torch.softmax(scores, dim=-1) @ value.float()).to(query.dtype)
+
+
+def wrong(query, key, value, is_causal=False):
+    return right(query * 1.01, key, value, is_causal)
+"""
+# What a project may hold, and what must play no part.
+HOSTILE = {
+    "pytest.ini": "[pytest]\naddopts = --no-such-option\n",
+    "conftest.py": "raise RuntimeError('the conftest of the project')\n",
+    "tests/test_mine.py": "def test_mine():\n    assert False\n",
+    "mine.py": KERNELS,
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project of another one, in whose pytest nothing works."""
+    for name, text in HOSTILE.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def run(folder: Path, *words: str, module: str = "flashproof") -> tuple[int, str]:
+    """The exit status and the output of the command in a folder."""
+    names = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    hostile = {"PYTEST_ADDOPTS": "--no-such-option"} if module == "flashproof" else {}
+    ended = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        cwd=folder,
+        env=names | hostile | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def judgements(records: list[Record]) -> list[tuple[str, ...]]:
+    """What a run found, without its name and its times."""
+    return sorted((one.check, one.case, one.tensor or "", one.status, str(one.rho), str(one.bias)) for one in records if isinstance(one, Judgement))
+
+
+def test_the_verdicts_are_those_of_pytest(project: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whatever the project says to its own pytest. Places come from [tool.flashproof]; a damaged run is left out."""
+    (project / "pyproject.toml").write_text('[tool.flashproof]\nreport = "site"\nrecords = "found"\n')
+    (project / "found").mkdir()
+    (project / "found" / "20200101-000000-aaaaaa.jsonl").write_text("nonsense\n\n")
+    status, said = run(project, "mine.py:right", "--case", SMALL)
+    assert status == 0, said
+    assert "left out of the report: " in said
+    assert "20200101-000000-aaaaaa.jsonl, line 1: not a record" in said
+    assert "\nreport:  site/index.html" in said
+    assert (project / "site" / "index.html").is_file()
+    assert not (project / "flashproof-report").exists()
+
+    plain = tmp_path_factory.mktemp("plain")
+    (plain / "mine.py").write_text(KERNELS)
+    words = ["--impl", "mine.py:right", "--case", SMALL, "--records", "run.jsonl"]
+    status, words_of_pytest = run(plain, *words, module="pytest")
+    assert status == 0, words_of_pytest
+    ours = list(read(next(path for path in (project / "found").glob("*.jsonl") if "aaaaaa" not in path.name)))
+    assert judgements(ours) == judgements(list(read(plain / "run.jsonl")))
+    environment = ours[0]
+    assert isinstance(environment, Environment)
+    assert not environment.whole
+    assert environment.command.startswith("flashproof ")
+
+
+def test_a_quick_run_rejects_a_wrong_kernel_and_says_what_it_is(project: Path) -> None:
+    """Its exit status is 1, it writes no report, and its records are not those of a whole run."""
+    status, said = run(project, "mine.py:wrong", "--quick", "--dtype", "fp32")
+    assert status == 1, said
+    assert "again: pytest --impl mine.py:wrong --case" in said
+    assert f"quick: {len(quick.CHECKS)} of {len(checks())} checks" in said
+    assert not (project / "flashproof-report" / "index.html").exists()
+    environment = next(read(next((project / "flashproof-report" / "runs").glob("*.jsonl"))))
+    assert isinstance(environment, Environment)
+    assert not environment.whole
+
+
+def test_a_case_shows_its_verdict_where_it_passes(project: Path) -> None:
+    """Each tensor with its rho, its bias and its worst element."""
+    status, said = run(project, "case", SMALL, "mine.py:right")
+    assert status == 0, said
+    line = next(line for line in said.splitlines() if "accuracy/forward" in line)
+    assert " out " in line
+    assert "got " in line
+    assert "passed" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["mine.py:attention"], "mine.py has no attribute 'attention'"),
+        (["mine.py:right", "--dtype", "float8"], "--dtype: 'float8' is unknown"),
+        (["mine.py:right", "--no-such-option"], "No such option"),
+        (["case", "b1 zzz", "mine.py:right"], "--case: the word 'zzz' is unknown"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+)
+def test_an_error_on_the_command_line(project: Path, words: list[str], says: str) -> None:
+    """The status is that of pytest, and one line says what is wrong."""
+    status, said = run(project, *words)
+    assert status == 4, said
+    assert says in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("words", [["--help"], ["verify", "--help"], ["list"], ["report", "none.jsonl", "-o", "site"]])
+def test_nothing_is_imported_that_takes_long(tmp_path: Path, words: list[str]) -> None:
+    """Help, the list and the report start without PyTorch and without pytest."""
+    program = (
+        "import sys; from flashproof.cli import app\n"
+        "try: app(sys.argv[1:])\n"
+        "except SystemExit as end: print('status', end.code)\n"
+        "print({'torch', 'triton', 'pytest', 'hypothesis'} & set(sys.modules))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.stdout.endswith("\nset()\n"), ended.stdout + ended.stderr
+    if words[0] == "report":
+        assert ended.stderr == "flashproof report: none.jsonl: no such file\n"
+
+
+def test_the_list_says_what_the_kernels_say() -> None:
+    """Where each kernel of the catalogue runs, and its sentence, without importing it."""
+    devices: tuple[Device, ...] = ("cpu", "cuda")
+    for name in CATALOGUE:
+        try:
+            implementation = loading.load(name)
+        except ImportError:  # Triton or another backend is not installed
+            assert all(listing.missing(name, device) for device in devices)
+            continue
+        assert listing.summary(name) == implementation.summary
+        for device in devices:
+            runs = device in implementation.supports.devices and implementation.missing(device) is None
+            runs = runs and (device == "cpu" or torch.cuda.is_available())
+            assert (listing.missing(name, device) is None) == runs, (name, device)
+
+
+def test_a_quick_run_takes_cases_of_the_grids() -> None:
+    """Every check that it names exists, and every line stands in the check's grid for some dtype."""
+    for name, share in quick.CHECKS.items():
+        grids = [str(case) for dtype in DTYPES for case in checks()[name].grid(dtype, "cpu")]
+        found = [str(case) for dtype in DTYPES for case in quick.cases(name, checks()[name].grid(dtype, "cpu"), dtype, [dtype])]
+        assert set(found) <= set(grids)
+        lines = [line for line in share.lines.splitlines() if line]
+        named = {str(Case.parse(f"{line} {dtype}")) for line in lines for dtype in DTYPES}
+        missing = [line for line in lines if not any(str(Case.parse(f"{line} {dtype}")) in grids for dtype in DTYPES)]
+        assert not missing, f"{name} has no case {missing}"
+        assert found or not named

@@ -1,0 +1,22 @@
+"""The generated pages say what the code says, and links lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flashproof.tests.suite.documents import checks
+from flashproof.tests.suite.documents.checks import ROOT
+
+PAGES = [path for path in ROOT.rglob("*.md") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)]
+
+
+def test_the_page_of_the_checks_is_current() -> None:
+    """`python -m flashproof.tests.suite.documents` writes it anew."""
+    assert checks.PAGE.read_text() == checks.page()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
+    assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
