@@ -17,7 +17,7 @@ from flashproof.reports.record import Record
 if TYPE_CHECKING:
     from flashproof.session import Session
 
-CONFIGURATION = Path(__file__).with_name("pytest.ini")
+CONFIGURATION = Path(__file__).with_name("isolated.ini")
 # No plugin but these, no output of pytest's own, and no file but the records.
 ALONE = (
     *("--disable-plugin-autoload", "-p", "xdist.plugin", "-p", "flashproof.pytest_plugin"),

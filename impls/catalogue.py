@@ -19,6 +19,7 @@ CATALOGUE: dict[str, str] = {
     "triton.block_sparse": "flashproof.impls.triton.block_sparse:implementation",
     "cuda.fa1": "flashproof.impls.cuda.fa1:implementation",
     "cuda.fa2": "flashproof.impls.cuda.fa2:implementation",
+    "cuda.fa3": "flashproof.impls.cuda.fa3:implementation",
     "cuda.block_sparse": "flashproof.impls.cuda.block_sparse:implementation",
     "sdpa.math": "flashproof.impls.peers.sdpa:math",
     "sdpa.flash_cpu": "flashproof.impls.peers.sdpa:flash_cpu",

@@ -164,9 +164,7 @@ class Evaluation:
         return self.casts if arithmetic.weights == "input" else self.casts[-1:]
 
 
-def evaluate(
-    problem: Problem, claims: Sequence[Claim], block_scores: int | None = None, *, backward: bool = True
-) -> Evaluation:
+def evaluate(problem: Problem, claims: Sequence[Claim], block_scores: int | None = None, *, backward: bool = True) -> Evaluation:
     """The float64 answer and everything that it is judged by, in one pass over the rows. backward: whether gradients are asked for; else they are 0."""
     answer = naive.empty_answer(problem)
     largest = largest_score(problem)
@@ -262,10 +260,7 @@ class _Casts:
         """The errors of the five, in the order named."""
         none, dk_by_delta = self.nothing, self.dk_by_delta.chunk(3, dim=-1)
         cast = [Attention(out, none.lse, self.dq, self.dk, dv) for out, dv in zip(self.out, self.dv, strict=True)]
-        read = [
-            Attention(each.out, none.lse, self.dq - dq, self.dk - dk, each.dv)
-            for each, dq, dk in zip(cast, self.dq_by_delta, dk_by_delta, strict=False)
-        ]
+        read = [Attention(each.out, none.lse, self.dq - dq, self.dk - dk, each.dv) for each, dq, dk in zip(cast, self.dq_by_delta, dk_by_delta, strict=False)]
         return [*cast, *read, Attention(none.out, none.lse, -self.dq_by_delta[2], -dk_by_delta[2], none.dv)]
 
 

@@ -39,9 +39,7 @@ class Mask:
             return self.keys
         return max(1, min(self.keys, stop if self.causal == "top_left" else stop + self.keys - self.queries))
 
-    def visible(
-        self, batch: int, head: int, rows: Int[Tensor, " rows"], keys: int | None = None
-    ) -> Bool[Tensor, "rows keys"]:
+    def visible(self, batch: int, head: int, rows: Int[Tensor, " rows"], keys: int | None = None) -> Bool[Tensor, "rows keys"]:
         """Whether each of the queries `rows` of one batch and query head sees each of the first `keys`. On the device of `rows`."""
         keys = self.keys if keys is None else keys
         query = rows.to(torch.int64)[:, None]

@@ -14,9 +14,9 @@ from torch import Tensor
 from flashproof.impls.shapes import Bool, Float
 from flashproof.oracles.problem import Problem
 
-# Scores held at once in each of the matrices of a block. On a CPU a matrix of 1 MiB stays in the cache from one step to the next; a GPU is
+# Scores held at once in each of the matrices of a block. On a CPU a matrix of 2 MiB stays in the cache from one step to the next; a GPU is
 # only busy with many.
-BLOCK_SCORES = {"cpu": 2**17, "cuda": 2**24}
+BLOCK_SCORES = {"cpu": 2**18, "cuda": 2**24}
 FEWEST_ROWS = 128  # of a block, however long the keys: products with fewer rows are slow
 
 

@@ -44,13 +44,13 @@ def main(device: str) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         generator = torch.Generator().manual_seed(0)
         drawn = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4)]
-        leaves, dout = [tensor.requires_grad_() for tensor in drawn[:3]], drawn[3]
-        out = functional.scaled_dot_product_attention(*leaves)
-        gradients = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, dout), strict=True))
-        lse = textbook(*leaves, dout)[1].float()
+        query, key, value, dout = (tensor.requires_grad_(i < 3) for i, tensor in enumerate(drawn))
+        out = functional.scaled_dot_product_attention(query, key, value)
+        dq, dk, dv = torch.autograd.grad(out, (query, key, value), dout)
+        lse = textbook(query, key, value, dout)[1].float()
 
-        judge = partial(flashproof.judge, out, *leaves, lse=lse, dout=dout, **gradients)
-        reference = partial(textbook, *leaves, dout)
+        answer = partial(flashproof.judge, out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv)
+        judge, reference = partial(answer, query, key, value), partial(textbook, query, key, value, dout)
         of_judge, of_textbook = median(judge, device, repetitions), median(reference, device, repetitions)
         ratio = of_judge / of_textbook
         print(f"{dtype}: judge {of_judge:.2f} ms, textbook {of_textbook:.2f} ms, ratio {ratio:.2f}, passed {judge().passed}")

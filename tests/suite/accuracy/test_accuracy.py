@@ -196,7 +196,12 @@ def test_tensors_in_the_wrong_place_are_named() -> None:
 def test_block_masks_dropout_empty_rows_and_an_lse() -> None:
     case = Case.parse("b2 h2/1 q150 k200 d8 causal-br blocks0.4 dropout0.2")
     given = inputs(case)
-    keywords: dict[str, Any] = {"is_causal": True, "causal_alignment": "bottom_right", "enable_gqa": True, "block_mask": given.block_mask}
+    keywords: dict[str, Any] = {
+        "is_causal": True,
+        "causal_alignment": "bottom_right",
+        "enable_gqa": True,
+        "block_mask": given.block_mask,
+    }
     keywords |= {"dropout_p": 0.2, "dropout_seed": 11}
     leaves = [tensor.clone().requires_grad_() for tensor in (given.query, given.key, given.value)]
     out, lse = block_sparse(*leaves, **keywords, return_lse=True)

@@ -26,7 +26,9 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture(autouse=True)
 def possible(request: pytest.FixtureRequest) -> None:
     """What computes on this machine, or a skip with its reason."""
-    if (reason := launching.missing("cuda" if DEVICE == "cuda" else "cpu")) and "without" not in request.node.name:
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    missing = catalogue.load(parameters["name"]).missing if "name" in parameters else launching.missing
+    if (reason := missing("cuda" if DEVICE == "cuda" else "cpu")) and "without" not in request.node.name:
         pytest.skip(reason)
 
 
@@ -45,12 +47,13 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float16) -> lis
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name: str) -> None:
     """Schema, fake tensors, autograd registration and tracing, with torch's own checker."""
-    catalogue.load(name)  # registers it
+    supports = catalogue.load(name).supports  # loading registers the operator
     operator = getattr(torch.ops.flashproof, f"{name.replace('.', '_')}_forward")
     query, key, value = tensors((1, 2, 20, 24), (1, 1, 30, 24), (1, 1, 30, 24))
     mask: tuple[Any, ...] = (torch.tensor([[[[True]]]], device=DEVICE),) if "block" in name else ()
     for is_causal, dropout in ((True, 0.0), (False, 0.25)):
-        torch.library.opcheck(operator, (query, key, value, *mask, 0.2, is_causal, 10, dropout, -3))
+        drawn = (dropout, -3) if supports.dropout else ()
+        torch.library.opcheck(operator, (query, key, value, *mask, 0.2, is_causal, 10, *drawn))
 
 
 @pytest.mark.timeout(300)
@@ -58,10 +61,12 @@ def test_opcheck(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_whole(name: str) -> None:
     """torch.compile captures a function around the call without a break, forward and backward, and changes no bit."""
-    attention: Any = catalogue.load(name).attention
+    implementation = catalogue.load(name)
+    attention: Any = implementation.attention
+    dropout: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": 2**64 - 1} if implementation.supports.dropout else {}
 
     def layer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out: Tensor = attention(query * 2, key, value, is_causal=True, enable_gqa=True, dropout_p=0.1, dropout_seed=2**64 - 1)
+        out: Tensor = attention(query * 2, key, value, is_causal=True, enable_gqa=True, **dropout)
         return out.float().square().sum()
 
     inputs = tensors((2, 2, 40, 64), (2, 1, 33, 64), (2, 1, 33, 64))
@@ -76,7 +81,8 @@ def test_compiled_whole(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_whole_with_other_arguments(name: str) -> None:
     """A second value of scale, dropout or a length makes torch.compile take the first for a variable; that too it captures without a break."""
-    attention: Any = catalogue.load(name).attention
+    implementation = catalogue.load(name)
+    attention: Any = implementation.attention
     torch.compiler.reset()
     compiled: Any = torch.compile(attention, fullgraph=True, backend="aot_eager")
     for length, dim, others in (
@@ -87,6 +93,8 @@ def test_compiled_whole_with_other_arguments(name: str) -> None:
         (40, 24, {"scale": 0.7}),
         (13, 40, {}),
     ):
+        if "dropout_p" in others and not implementation.supports.dropout:
+            continue
         query, key, value = tensors((1, 2, length, dim), (1, 2, length + 3, dim), (1, 2, length + 3, dim))
         assert torch.equal(compiled(query, key, value, **others), attention(query, key, value, **others)), (length, dim, others)
 
@@ -104,7 +112,7 @@ def _kept(name: str, seed: int, p: float, batch: int, heads: int, queries: int, 
 @pytest.mark.timeout(300)
 def test_dropout_masks_agree_bit_for_bit() -> None:
     """tiled, Triton, CUDA and the oracle draw the same mask: several tiles, batches and heads, seeds that use one word and both."""
-    names = catalogue.names(["tiled.*", "triton.*", "cuda.*"])
+    names = [name for name in catalogue.names(["tiled.*", "triton.*", "cuda.*"]) if catalogue.load(name).supports.dropout]
     batch, heads, queries, keys = 2, 2, 70, 100
     for seed, p in ((0, 0.5), (2**64 - 1, 0.1), (0x9E3779B97F4A7C15, 0.9)):
         rows = torch.arange(queries)

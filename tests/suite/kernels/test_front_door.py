@@ -5,6 +5,7 @@ import inspect
 import pickle
 
 import pytest
+import torch
 
 from flashproof.impls import catalogue
 from flashproof.signatures import of_callable
@@ -26,10 +27,14 @@ def test_its_signature_can_be_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", OWN)
 def test_its_signature_is_its_claim(name: str) -> None:
-    """Verified as a bare callable it would be asked for what it claims."""
+    """Verified as a bare callable it would be asked for what it claims. Dropout may be refused."""
     claimed, read = loaded(name).supports, of_callable(loaded(name).attention, name).supports
-    words = ("causal", "grouped_heads", "cross_lengths", "strided", "unaligned", "block_mask", "dropout", "lse")
+    words = ["causal", "grouped_heads", "cross_lengths", "strided", "unaligned", "block_mask", "lse"]
     assert [getattr(claimed, word) for word in words] == [getattr(read, word) for word in words]
+    if not claimed.dropout:
+        x = torch.zeros(1, 1, 4, 8, dtype=getattr(torch, claimed.dtypes[0]))
+        with pytest.raises(NotImplementedError, match=rf"^dropout_p: 0\.1 is not taken by {name}"):
+            loaded(name).attention(x, x, x, dropout_p=0.1)
 
 
 @pytest.mark.parametrize("name", OWN)

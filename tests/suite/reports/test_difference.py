@@ -21,9 +21,7 @@ CASE = "b1 h1 q5 k5 d8 float32 full normal seed0"
         ({}, {"check": "gradients/backward"}, 1, "1 missing, 0 better, 1 new"),
     ],
 )
-def test_what_changed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], before: dict[str, object], after: dict[str, object], status: int, words: str
-) -> None:
+def test_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str], before: dict[str, object], after: dict[str, object], status: int, words: str) -> None:
     about: dict[str, object] = {"case": CASE, "check": "accuracy/forward", "rho": 0.5}
     paths = [
         building.write(tmp_path / name, [environment(), judgement(**about | fields)])  # type: ignore[arg-type]

@@ -1,0 +1,495 @@
+"""FlashAttention-3 in CUDA C++ for Hopper GPUs: the call, its launches and its claims.
+
+The algorithms are in `fa3.cu` and `fa3_backward.cu`, their primitives in `hopper.cuh`. The kernels are reached through
+custom operators of torch (`flashproof::cuda_fa3_forward`, `flashproof::cuda_fa3_backward`), which torch.compile takes.
+
+The CPU twin does not know the copy engine (TMA) and warpgroup products (wgmma) yet. So these kernels run on a Hopper GPU
+alone, and only their compilation is checked on other machines.
+"""
+
+import ctypes
+import functools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashproof.impls.call import Attention, Call, Keys, Queries, Rows
+from flashproof.impls.cuda import launching
+from flashproof.impls.cuda.launching import CudaError, Launch, call_of, check_scale, one_code, padded_dim, sign_of
+from flashproof.impls.spec import OWN_KERNELS, SIXTEEN_BIT, Arithmetic, Device, Dtype, Implementation, arithmetic_of_flash
+
+TARGETS = ("sm_90a",)  # what the kernels are compiled for: "a" adds wgmma and setmaxnreg
+TWIN = "CPU twin: it does not know TMA and wgmma yet, of which cuda.fa3 is made"
+L2_BYTES = 32 << 20  # of the tensors that blocks read at the same time: two thirds of the L2 cache
+PROCESSORS = 132  # of a GPU that is not there
+
+# ------------------------------------------------------------------------------------------------------------------------------ tiles
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """The constants of fa3.cu. Each of the `workers` warpgroups has 64 queries; `stages` tiles of keys or values fit in shared memory."""
+
+    dim: int
+    workers: int
+    step: int  # keys of a tile
+    stages: int
+
+    @property
+    def own(self) -> int:
+        """Queries of a block."""
+        return 64 * self.workers
+
+    @property
+    def warps(self) -> int:
+        """Those of the workers and of the producer."""
+        return 4 * (self.workers + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        barriers = 16 * self.workers + 16 * self.stages + 48
+        return 2 * self.dim * (self.own + self.stages * self.step) + barriers
+
+    @property
+    def constants(self) -> dict[str, int | str]:
+        return {"DIM": self.dim, "WORKERS": self.workers, "STEP": self.step, "STAGES": self.stages}
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """The constants of fa3_backward.cu. `stages` tiles of queries, and as many of their output gradients, fit in shared memory."""
+
+    dim: int
+    step: int  # queries of a tile
+    stages: int
+    warps: int = 12  # of two workers and the producer
+
+    @property
+    def own(self) -> int:
+        """Keys of a block."""
+        return 64 if self.dim == 256 else 128
+
+    @property
+    def shared_bytes(self) -> int:
+        scores = 2 * 128 * 128 * -(-self.step // 64)  # dS for 128 keys, or P and dS for 64 keys, twice
+        barriers = 8 + 32 * self.stages + 16
+        return 4 * self.dim * (self.own + self.stages * self.step) + scores + 8 * self.stages * self.step + barriers
+
+    @property
+    def constants(self) -> dict[str, int | str]:
+        return {"DIM": self.dim, "STEP": self.step, "STAGES": self.stages}
+
+
+# By the padded head dim. docs/fa3.md says how they were chosen.
+FORWARD = {64: ForwardTile(64, 3, 128, 6), 128: ForwardTile(128, 2, 128, 4), 256: ForwardTile(256, 2, 80, 4)}
+FORWARD_LONG = {128: ForwardTile(128, 2, 176, 4)}  # without a causal mask, from LONG keys on
+LONG = 8192
+BACKWARD = {64: BackwardTile(64, 128, 2), 128: BackwardTile(128, 80, 2), 256: BackwardTile(256, 64, 2)}
+
+
+def forward_tile(call: Call) -> ForwardTile:
+    """The tile of the forward. The batch has no say."""
+    dim = padded_dim(call.dim)
+    return FORWARD_LONG.get(dim, FORWARD[dim]) if call.keys >= LONG and not call.is_causal else FORWARD[dim]
+
+
+def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
+    """Products exact, sums in float32 on tensor cores, weights cast to the input dtype; the parts of dQ are added in float32 too.
+
+    Tiles differ between head dims. The smallest make the most steps, so they are claimed.
+    """
+    steps = [*(tile.step for tile in (*FORWARD.values(), *FORWARD_LONG.values())), *(tile.own for tile in BACKWARD.values())]
+    query_tile = min(tile.step for tile in BACKWARD.values())
+    return replace(arithmetic_of_flash(dtype, device), key_tile=min(steps), query_tile=query_tile)
+
+
+# --------------------------------------------------------------------------------------------------- what kernels take
+
+
+class View(ctypes.Structure):
+    """`Output` of fa3.cu and `View` of fa3_backward.cu: a tensor [batch, heads, length, dim] whose columns are contiguous."""
+
+    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_longlong) for name in ("batch", "head", "row")))
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "View":
+        return cls(tensor.data_ptr(), *tensor.stride()[:3])
+
+
+class ForwardProblem(ctypes.Structure):
+    """`Problem` of fa3.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("batches", "heads", "groups", "queries", "keys", "dim", "offset", "tiles", "band")),
+        *((name, ctypes.c_float) for name in ("magnitude", "exponent_scale")),
+    )
+
+
+class BackwardProblem(ctypes.Structure):
+    """`Problem` of fa3_backward.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("batches", "heads", "groups", "queries", "keys", "dim", "offset", "query_tiles", "key_tiles", "band")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class TensorMap(ctypes.Structure):
+    """`TensorMap` of hopper.cuh, a CUtensorMap."""
+
+    _fields_ = (("bytes", ctypes.c_ubyte * 128),)
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """A tensor [batch, heads, length, dim] that the copy engine reads in boxes of `rows` rows and 64 columns.
+
+    The driver encodes it as a TensorMap when the kernel is launched, and not earlier: without a GPU there may be no driver.
+    """
+
+    tensor: Tensor
+    rows: int
+
+    def encoded(self) -> TensorMap:
+        """Raises CudaError if the driver refuses it."""
+        tensor = self.tensor
+        return _encoded(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype == torch.bfloat16, self.rows)
+
+
+@functools.lru_cache(maxsize=4096)
+def _encoded(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], bfloat16: bool, rows: int) -> TensorMap:
+    """The map holds these arguments and nothing else, so a kept one is right for any tensor that has them."""
+    from cuda.bindings import driver
+
+    kind = driver.CUtensorMapDataType
+    element = kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if bfloat16 else kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+    # torch allows any stride for a dimension of size 1. The copy engine asks for a multiple of 16 bytes.
+    steps = [2 * strides[i] if shape[i] > 1 else 16 for i in (2, 1, 0)]
+    status, made = driver.cuTensorMapEncodeTiled(
+        element,
+        4,
+        pointer,
+        [driver.cuuint64_t(size) for size in reversed(shape)],
+        [driver.cuuint64_t(step) for step in steps],
+        [driver.cuuint32_t(size) for size in (64, rows, 1, 1)],
+        [driver.cuuint32_t(1)] * 4,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status:
+        raise CudaError(f"CUDA: {status.name} when describing a tensor of shape {list(shape)} and strides {list(strides)} to the copy engine")
+    return TensorMap.from_buffer_copy(ctypes.string_at(made.getPtr(), 128))
+
+
+def is_taken(tensor: Tensor) -> bool:
+    """Whether the kernels can read the tensor where it is.
+
+    Its columns are contiguous and their number is a multiple of 8. Its address and its other strides are multiples of 16 bytes. Strides of 0 are
+    taken, but for that of the rows.
+    """
+    *sizes, dim = tensor.shape
+    *strides, column = tensor.stride()
+    if column != 1 or dim % 8 or tensor.data_ptr() % 16 or (sizes[2] > 1 and strides[2] == 0):
+        return False
+    return all(size == 1 or (stride % 8 == 0 and stride < 2**39) for size, stride in zip(sizes, strides, strict=True))
+
+
+def fitted(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy that the kernels can read: contiguous, with columns of zeros up to a multiple of 8.
+
+    Columns of zeros add 0 to every score, and their results are left out: the copy changes no bit.
+    """
+    if is_taken(tensor):
+        return tensor
+    dim = tensor.shape[3]
+    copy = torch.empty((*tensor.shape[:3], dim + -dim % 8), dtype=tensor.dtype, device=tensor.device)
+    copy[..., :dim] = tensor
+    copy[..., dim:] = 0
+    return copy
+
+
+# ----------------------------------------------------------------------------------------------------------------------- launches
+
+
+@dataclass(frozen=True)
+class HopperLaunch(Launch):
+    """A launch for sm_90a. Its arguments may hold `Boxes`."""
+
+    def run(self) -> None:
+        """Starts the kernel on the device of its tensors, on torch's current stream. Raises CudaError."""
+        device = self.tensors[0].device
+        if device.type != "cuda":
+            raise CudaError(f"{missing('cpu')}; tensors on a Hopper GPU would do, of {self}")
+        from cuda.bindings import driver
+
+        with torch.cuda.device(device):
+            try:
+                launching._make_current(device.index)
+                kernel = _kernel_on_gpu(self.source, self.kernel, tuple(self.constants.items()), self.shared_bytes, device.index)
+                arguments = [argument.encoded() if isinstance(argument, Boxes) else argument for argument in self.arguments]
+            except CudaError as error:
+                raise CudaError(f"{error}\nwhen loading {self}") from error
+            parameters = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+            stream = torch.cuda.current_stream(device).cuda_stream
+            block = (32 * self.warps, 1, 1)
+            (status,) = driver.cuLaunchKernel(kernel, self.blocks, 1, 1, *block, self.shared_bytes, stream, ctypes.addressof(parameters), 0)
+        if status:
+            raise CudaError(f"CUDA: {status.name} when launching {self}")
+
+
+@functools.cache
+def _kernel_on_gpu(source: str, kernel: str, constants: tuple[tuple[str, int | str], ...], shared_bytes: int, device: int) -> Any:
+    """A kernel that can be launched, from the disk or from NVRTC."""
+    from cuda.bindings import driver
+    from cuda.core import ObjectCode
+
+    if reason := _not_hopper(device):
+        raise CudaError(reason)
+
+    def compile_to(path: Any) -> None:
+        path.write_bytes(compile_cubin(source, kernel, dict(constants)))
+
+    place, code = launching._compiled(".cubin", compile_to, source, *launching._key(kernel, constants, TARGETS[0]))
+    try:
+        loaded = ObjectCode.from_cubin(code).get_kernel(kernel)
+    except Exception as error:
+        raise CudaError(f"CUDA: {source} {kernel} cannot be loaded from {place}: {error}") from error
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, driver.CUkernel(int(loaded.handle)), driver.CUdevice(device))
+    if status:
+        raise CudaError(f"CUDA: {status.name} when asking for {shared_bytes} bytes of shared memory")
+    launching._kept.append(loaded)
+    return driver.CUfunction(int(loaded.handle))
+
+
+def compile_cubin(source: str, kernel: str, constants: Mapping[str, int | str]) -> bytes:
+    """A kernel's machine code. Needs no GPU. Raises CudaError, also if the code is slow: see `check_assembled`."""
+    code, log = launching.compile_cubin(source, kernel, constants, TARGETS[0])
+    check_assembled(log, f"{source} {kernel} ({' '.join(f'{name}={value}' for name, value in constants.items())})")
+    return code
+
+
+def check_assembled(log: str, what: str) -> None:
+    """Raises CudaError if the assembler had to wait for each warpgroup product by itself, or ignored setmaxnreg.
+
+    Such code is right and several times as slow. The assembler says so in warnings C7508 to C7519.
+    """
+    if found := re.search(r"^.*\bC75(?:0[7-9]|1\d)\b.*$", log, re.MULTILINE):
+        raise CudaError(f"NVRTC: {what} is compiled to slow code, and another version of nvidia-cuda-nvrtc would do\n{found[0].strip()}")
+
+
+def missing(device: Device) -> str | None:
+    """Why the kernels cannot run on a device, or None."""
+    if device == "cpu":
+        return TWIN
+    if reason := launching.no_nvrtc():
+        return reason
+    return _not_hopper(torch.cuda.current_device()) if torch.cuda.is_available() else "CUDA: no device"
+
+
+def _not_hopper(device: int) -> str | None:
+    """Why a GPU is refused, or None. wgmma exists on sm_90 alone."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if (major, minor) == (9, 0) else f"CUDA: {torch.cuda.get_device_name(device)} is sm_{major}{minor}, and cuda.fa3 needs a Hopper GPU (sm_90)"
+
+
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU. For a GPU that is not there, those of an H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
+
+
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def counters(device: torch.device) -> Tensor:
+    """The two counters of the forward on torch's current stream, int32. Each launch finds them at 0 and leaves them at 0.
+
+    Launches of one stream run one after the other and share the counters; launches of two streams do not. A captured graph may be replayed on any
+    stream, so a launch in it has its own counters, which the graph clears.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    place = device.index, torch.cuda.current_stream(device).cuda_stream
+    if place not in _counters:
+        _counters[place] = torch.zeros(2, dtype=torch.int32, device=device)
+    return _counters[place]
+
+
+def forward(call: Call, query: Queries, key: Keys, value: Keys) -> tuple[Queries, Rows]:
+    """(out, lse)."""
+    query, key, value = fitted(query), fitted(key), fitted(value)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    forward_launch(call, query, key, value, out, lse, counters(query.device)).run()
+    return _columns(out, call.dim), lse
+
+
+def backward(call: Call, dout: Queries, query: Queries, key: Keys, value: Keys, out: Queries, lse: Rows) -> tuple[Queries, Keys, Keys]:
+    """(dquery, dkey, dvalue)."""
+    tile = BACKWARD[padded_dim(call.dim)]
+    dout, query, key, value, out = (fitted(tensor) for tensor in (dout, query, key, value, out))
+    dquery, dkey, dvalue = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+    tiles = call.batch * call.heads * -(-call.queries // tile.step)
+    statistics = torch.empty((tiles, 2, tile.step), dtype=torch.float32, device=query.device)
+    sums = torch.empty((tiles, tile.dim, tile.step), dtype=torch.float32, device=query.device)
+    for launch in backward_launches(call, dout, query, key, value, out, lse.contiguous(), statistics, sums, dquery, dkey, dvalue):
+        launch.run()
+    return _columns(dquery, call.dim), _columns(dkey, call.dim), _columns(dvalue, call.dim)
+
+
+def _columns(tensor: Tensor, dim: int) -> Tensor:
+    """The first columns, contiguous."""
+    return tensor[..., :dim].contiguous()
+
+
+def forward_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, counter: Tensor) -> Launch:
+    """One block for each multiprocessor. Fills out and lse. The tensors are `fitted`."""
+    tile = forward_tile(call)
+    tiles = -(-call.queries // tile.own)
+    work = call.batch * call.heads * tiles
+    kept = max(1, L2_BYTES // (4 * call.keys * query.shape[3])) * call.groups  # heads whose keys and values fit in the cache
+    sign = sign_of(call)
+    magnitude = abs(call.scale) if sign else 1.0  # with a scale of 0 every score is 0, and -inf times the magnitude stays -inf
+    problem = ForwardProblem(
+        *(call.batch, call.heads, call.groups, call.queries, call.keys, query.shape[3], call.offset),
+        *(tiles, min(kept, call.batch * call.heads), magnitude, magnitude * math.log2(math.e)),
+    )
+    arguments = (
+        *(Boxes(query, 64), Boxes(key, tile.step), Boxes(value, tile.step)),
+        *(View.of(out), ctypes.c_void_p(lse.data_ptr()), problem, ctypes.c_void_p(counter.data_ptr())),
+    )
+    constants = {"BF16": int(query.dtype == torch.bfloat16), "CAUSAL": int(call.is_causal), "SIGN": sign} | tile.constants
+    blocks = min(_processors(query.device), work)
+    launch = HopperLaunch("fa3.cu", "forward", blocks, tile.warps, tile.shared_bytes, constants, (query, key, value, out, lse, counter), arguments)
+    return _counted(launch, work)
+
+
+def backward_launches(
+    call: Call,
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    statistics: Tensor,
+    sums: Tensor,
+    dquery: Tensor,
+    dkey: Tensor,
+    dvalue: Tensor,
+) -> tuple[Launch, Launch, Launch]:
+    """The three kernels in their order. They fill dquery, dkey and dvalue; statistics and sums are scratch. The tensors are `fitted`."""
+    tile = BACKWARD[padded_dim(call.dim)]
+    query_tiles, key_tiles = -(-call.queries // tile.step), -(-call.keys // tile.own)
+    kept = max(1, L2_BYTES // (8 * call.queries * query.shape[3] * call.groups))  # key heads whose queries, gradients and sums fit in the cache
+    problem = BackwardProblem(
+        *(call.batch, call.heads, call.groups, call.queries, call.keys, query.shape[3], call.offset),
+        *(query_tiles, key_tiles, min(kept, call.batch * call.kv_heads), call.scale),
+    )
+    to_lse, to_statistics, to_sums = (ctypes.c_void_p(x.data_ptr()) for x in (lse, statistics, sums))
+    constants = {"BF16": int(query.dtype == torch.bfloat16), "CAUSAL": 0} | tile.constants
+    work = call.batch * call.heads * query_tiles
+    prepare = HopperLaunch(
+        *("fa3_backward.cu", "prepare", work, 8, 0, constants),
+        tensors=(out, dout, lse, statistics, sums),
+        arguments=(View.of(out), View.of(dout), to_lse, to_statistics, to_sums, problem),
+    )
+    boxes = (Boxes(query, tile.step), Boxes(key, tile.own), Boxes(value, tile.own), Boxes(dout, tile.step))
+    main = HopperLaunch(
+        *("fa3_backward.cu", "backward", call.batch * call.kv_heads * key_tiles, tile.warps, tile.shared_bytes),
+        constants=constants | {"CAUSAL": int(call.is_causal)},
+        tensors=(query, key, value, dout, statistics, sums, dkey, dvalue),
+        arguments=(*boxes, to_statistics, to_sums, View.of(dkey), View.of(dvalue), problem),
+    )
+    finish = HopperLaunch(
+        *("fa3_backward.cu", "finish", work, 8, 0, constants),
+        tensors=(sums, dquery),
+        arguments=(to_sums, View.of(dquery), problem),
+    )
+    return _counted(prepare, work), _counted(main, main.blocks), _counted(finish, work)
+
+
+def _counted(launch: Launch, work: int) -> Launch:
+    """The launch. Raises CudaError if the kernel cannot count its pieces of work in 32 bits."""
+    if work >= 2**31 - 2**16:
+        raise CudaError(f"CUDA: {work} tiles of queries or keys, and a kernel counts them in 32 bits: fewer batch entries, heads or rows would do, of {launch}")
+    return launch
+
+
+# ------------------------------------------------------------------------------------------------------------------------- operators
+
+
+@torch.library.custom_op("flashproof::cuda_fa3_forward", mutates_args=())
+def _forward(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, offset: int) -> tuple[Tensor, Tensor]:
+    """(out, lse)."""
+    return forward(call_of(query, key, scale, is_causal, offset, 0.0, 0), query, key, value)
+
+
+@torch.library.custom_op("flashproof::cuda_fa3_backward", mutates_args=())
+def _backward(
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float, is_causal: bool, offset: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dquery, dkey, dvalue)."""
+    return backward(call_of(query, key, scale, is_causal, offset, 0.0, 0), dout, query, key, value, out, lse)
+
+
+@_forward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device), torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+
+
+@_backward.register_fake
+def _(_dout: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward(dout, *ctx.saved_tensors, *ctx.options), *(None for _ in ctx.options)
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
+
+# --------------------------------------------------------------------------------------------------------------------------- the call
+
+
+@Attention
+def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows]:
+    """FlashAttention-3: (out, lse), with gradients for query, key and value.
+
+    The copy engine reads rows of whole 16-byte pieces. A tensor of another form is copied first (`fitted`), which takes time and memory.
+
+    Raises TypeError for float32, NotImplementedError for dropout, ValueError for a scale beyond float32, and CudaError if a kernel cannot be compiled
+    or launched.
+    """
+    if query.dtype == torch.float32:
+        raise TypeError("query: dtype torch.float32 is not taken by cuda.fa3; give float16 or bfloat16")
+    if call.dropout_p > 0.0:
+        raise NotImplementedError(f"dropout_p: {call.dropout_p} is not taken by cuda.fa3, which has no dropout; give 0.0")
+    check_scale(call)
+    out, lse = _forward(query, key, value, call.scale, call.is_causal, call.offset)
+    return out, lse
+
+
+implementation = Implementation(
+    name="cuda.fa3",
+    attention=attention,
+    # Not deterministic: atomic additions sum dQ. So dQ of a slice of a batch may differ from dQ in the batch, too.
+    supports=replace(OWN_KERNELS, dtypes=SIXTEEN_BIT, devices=("cuda",), dropout=False, deterministic=False, batch_invariant=False),
+    arithmetic=arithmetic,
+    missing=missing,
+    one_code=one_code,
+    summary="FlashAttention-3 in CUDA C++ for Hopper: tiles copied by TMA, asynchronous products (wgmma) under the softmax of the next tile, dQ by atomics.",
+)
