@@ -89,6 +89,6 @@ def files() -> tuple[str, ...]:
 
 @cache
 def checks() -> dict[str, Check]:
-    """Every check of flashproof by its name. They stand in the order of layers and, within a layer, of files and lines."""
+    """Every check of flashproof by its name, in the order of layers and, within a layer, of files and lines."""
     found = (check_of(member) for module in files() for member in vars(importlib.import_module(module)).values())
     return {check.name: check for check in found if check}

@@ -35,7 +35,7 @@ from flashproof.cases import Case, Inputs, inputs
 from flashproof.impls.spec import Device, Dtype, Implementation
 from flashproof.judging import Judged
 from flashproof.reports import wording
-from flashproof.reports.record import Element, Judgement, Record, Status, figure
+from flashproof.reports.record import Judgement, Record, Status
 
 FORWARD: tuple[TensorName, ...] = ("out", "lse")
 BACKWARD = GRADIENTS
@@ -209,7 +209,7 @@ class Subject:
     # ------------------------------------------------------------------------------------------------ properties
 
     def expect(self, holds: bool, case: Case, message: str, **fields: object) -> None:
-        """Records whether a property holds. message: what is wrong if it does not. fields: what else the record holds."""
+        """Records whether a property holds. message: what is wrong if not. fields: what else the record holds."""
         if holds:
             self.judged += 1
             self._emit(case, "passed", **fields)
@@ -348,49 +348,29 @@ class Subject:
         self.emit(self._judgement(case, status, **fields))
 
     def _record_judged(
-        self, judged: Judged, case: Case, seconds: float, axes: dict[str, float], note: str = "", *, own: bool = True
+        self,
+        judged: Judged,
+        case: Case,
+        seconds: float,
+        axes: dict[str, float],
+        note: str = "",
+        *,
+        own: bool = True,
     ) -> None:
+        """Records a verdict. note: further words. own: the answer is one to the case's own tensors."""
         self.judged += 1
-        worst = (
-            judged.rho.worst
-            if judged.statistical is None or judged.rho.value >= judged.statistical.value
-            else judged.statistical.worst
-        )
-        fields: dict[str, object] = {
-            "tensor": judged.tensor,
-            "rho": figure(judged.rho.value),
-            "rho_statistical": figure(judged.statistical.value) if judged.statistical else None,
-            "bias": judged.bias.value if judged.bias else None,
-            "bias_error": judged.bias.standard_error if judged.bias else None,
-            "bias_allowance": judged.bias.allowance if judged.bias else None,
-            "certainty": judged.certainty,
-            "worst": Element(
-                index=worst.index,
-                got=figure(worst.got),
-                exact=figure(worst.exact),
-                error=figure(worst.error),
-                bound=figure(worst.bound),
-                note=note
-                if judged.passed
-                else judging.describe_row(case, self.device, worst.index, judged.tensor)
-                if own
-                else "",
-            ),
-            "seconds": seconds,
-            "axes": axes,
-        }
         if judged.passed:
-            self._emit(case, "passed", **fields)
+            self._emit(case, "passed", **judged.figures(note), seconds=seconds, axes=axes)
             return
-        if (
-            not note and not self.failures and self.explains
-        ):  # the first failure tells what it is the answer to, or from which magnitude on
+        row = judging.describe_row(case, self.device, judged.worst.index, judged.tensor) if own else ""
+        if not note and not self.failures and self.explains:
             note = self._mistaken(case, judged.tensor) or self._onset(case, judged.tensor)
-        self.failures.append(self._judgement(case, "failed", **fields, message=note))
-        self._emit(case, "failed", **fields, message=note)
+        fields = judged.figures(row) | {"seconds": seconds, "axes": axes, "message": note}
+        self.failures.append(self._judgement(case, "failed", **fields))
+        self._emit(case, "failed", **fields)
 
     def _mistaken(self, case: Case, name: TensorName) -> str:
-        """The question that a wrong answer is right for: the case without one of its features. Empty if there is none."""
+        """The question that a wrong answer is right for: the case without one of its features. Empty if none."""
         if case.keys == 1:
             return ""
         without: dict[str, Case] = {}

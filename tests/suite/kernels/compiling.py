@@ -2,7 +2,8 @@
 
 Nothing here knows a kernel. The public function of an implementation is called with tensors that have no data, forward and backward, and every launch that it
 would make is compiled instead: exactly the kernels, constants and tile sizes that are shipped. This happens in a process of its own, because Triton
-decides between compiler and interpreter when a kernel is defined: `python -m flashproof.tests.suite.kernels.compiling` reads jobs as JSON and answers with records.
+decides between compiler and interpreter when a kernel is defined: `python -m
+flashproof.tests.suite.kernels.compiling` reads jobs as JSON and answers with records.
 """
 
 import ast

@@ -1,7 +1,9 @@
-"""The CUDA kernels on a GPU: compute-sanitizer finds nothing, streams are respected, a first use is quick, and a launch that fails says which.
+"""The CUDA kernels on a GPU: compute-sanitizer finds nothing, streams are respected, a first use is quick, and a launch
+that fails says which.
 
-`python -m flashproof.tests.suite.kernels.test_cuda_gpu` runs a small grid of every kernel, forward and backward; it is what compute-sanitizer watches. That takes a minute for
-each tool, so these are no part of `pytest -m gpu`: name this file to run them.
+`python -m flashproof.tests.suite.kernels.test_cuda_gpu` runs a small grid of every kernel, forward and backward. This is
+what compute-sanitizer watches. It takes a minute for each tool, so these tests are no part of `pytest -m gpu`: name this
+file to run them.
 """
 
 import itertools

@@ -21,6 +21,8 @@ def attended(name: str, device: Device, inputs: dict[str, Tensor], **keywords: A
     implementation = loaded(name)
     if device not in implementation.supports.devices:
         pytest.skip(f"{name}: not for {device}")
+    if "dropout_p" in keywords and not implementation.supports.dropout:
+        pytest.skip(f"{name}: claims no dropout")
     if reason := implementation.missing(device) or ("CUDA: no device" if device == "cuda" and not torch.cuda.is_available() else None):
         pytest.skip(reason)
     dtype = torch.float32 if "float32" in implementation.supports.dtypes else torch.bfloat16
@@ -62,7 +64,7 @@ def test_nan_is_passed_on(name: str, where: str, device: Device) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", [name for name in OWN if name != "cuda.fa3"])  # which has no dropout
+@pytest.mark.parametrize("name", OWN)
 def test_nan_is_not_dropped(name: str, device: Device) -> None:
     """Dropout may drop the weight that is NaN; the sum that divides the others has seen it."""
     inputs = random(queries=40, keys=40)

@@ -1,8 +1,9 @@
-"""`python -m flashproof.tests.suite.mutants`: every mutant and every right kernel by every check, and by the rules in use elsewhere. Writes records, and the page of them.
+"""`python -m flashproof.tests.suite.mutants` tries every mutant and every right kernel by every check and by the rules in
+use elsewhere. It writes records, and their page.
 
     python -m flashproof.tests.suite.mutants [NAME ...] [-o RECORDS] [-j PROCESSES]
 
-Status 0 when every mutant was rejected in each dtype that it names, and nothing right was; 1 otherwise.
+The status is 0 if every mutant was rejected in each dtype that it names, and no right kernel was; 1 otherwise.
 """
 
 import argparse
