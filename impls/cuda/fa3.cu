@@ -6,9 +6,8 @@
 // - One warpgroup, the producer, copies. One of its threads tells the copy engine (TMA) which tiles to fetch and does
 //   nothing else. The producer returns most of its registers.
 // - WORKERS warpgroups compute, 64 queries each. The scores S = Q K^T and the output O += P V are asynchronous products
-//   of a warpgroup (wgmma). A worker issues the scores of the next tile of keys before O += P V of this tile. It
-// computes
-//   the softmax of the next tile while that product runs.
+//   of a warpgroup (wgmma). A worker issues the scores of the next tile of keys before O += P V of this tile. While
+//   that product runs, it computes the softmax of the next tile.
 // - One worker multiplies while another one computes its softmax.
 // - P stays in registers: the rounded scores are the left operand of O += P V.
 // - The grid has one block for each multiprocessor. A block takes one tile of queries after the other, and its producer
@@ -29,8 +28,8 @@
 // and SIGN (of the scale).
 #include "hopper.cuh"
 
-constexpr int ROWS = 64;              // queries of a worker
-constexpr int OWN = WORKERS * ROWS;   // queries of a block
+constexpr int ROWS = 64;               // queries of a worker
+constexpr int OWN = WORKERS * ROWS;    // queries of a block
 constexpr int THREADS = 128 * (WORKERS + 1);
 constexpr float HUGE_SCALED = 256.0f;  // a row whose |m c| is larger subtracts before it multiplies
 

@@ -1,6 +1,6 @@
 // FlashAttention-3, backward, in CUDA C++ for Hopper. It consists of three kernels:
-//   prepare   computes delta = rowsum(dO o O), copies the LSE beside it, pads both to whole tiles, clears the sums of
-// dQ
+//   prepare   computes delta = rowsum(dO o O), copies the LSE beside it, pads both to whole tiles, and sets the sums of
+//             dQ to 0
 //   backward  computes dK and dV, and adds up dQ in float32
 //   finish    rounds dQ and stores it in its usual order
 //

@@ -15,6 +15,7 @@ import io
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -277,9 +278,15 @@ DIGEST = hashlib.sha256().digest_size  # bytes at the end of a compiled file
 
 
 def _sources(source: str) -> str:
-    """A hash of all that a kernel may include: the files of this folder, and its own where that lies elsewhere."""
-    files = sorted({*(path for path in FOLDER.iterdir() if path.suffix in {".cu", ".cuh", ".h"}), FOLDER / source})
-    return hashlib.sha256(b"".join(path.name.encode() + b"\0" + path.read_bytes() + b"\0" for path in files)).hexdigest()
+    """A hash of a source and of all files of this folder that it includes, directly or not."""
+    front, files = [FOLDER / source], dict[Path, bytes]()
+    while front:
+        if (path := front.pop()) not in files:
+            files[path] = path.read_bytes()
+            included = re.findall(rb'^\s*#\s*include\s+"(.+?)"', files[path], re.MULTILINE)
+            front += [FOLDER / name.decode() for name in included if (FOLDER / name.decode()).is_file()]
+    parts = (path.name.encode() + b"\0" + files[path] + b"\0" for path in sorted(files))
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 @functools.cache

@@ -10,8 +10,8 @@ the dtypes, the head dims and the targets, would take an hour. What is compiled 
 
 - Plain calls, whose speed was measured: everything.
 - Dropout, strided rows, and both, of those that claim dropout: for the chip they are measured on, and for the others both together, which is the most code.
-  With a causal mask, which has more to compare; with a negative scale, which has a sign to turn, and none of the zeros that a scale of 0 lets the compiler leave out; in float16 and float32,
-  since bfloat16 fills the registers that float16 does.
+  With a causal mask, which has more to compare; with a negative scale, which has a sign to turn, and none of the zeros that a scale of 0 lets the compiler
+  leave out; in float16 and float32, since bfloat16 fills the registers that float16 does.
 
 So it is a sample of them. `cuda.fa3` has no dropout and copies rows that are not vectors: its other calls are in `test_cuda_fa3.py`.
 
