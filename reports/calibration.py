@@ -1,4 +1,4 @@
-"""`python -m reports.calibration RECORDS... [-o FILE]`: how close right kernels come to each gate, as a table in Markdown.
+"""`python -m flashproof.reports.calibration RECORDS... [-o FILE]`: how close right kernels come to each gate, as a table in Markdown.
 
 The allowances of `oracles/bounds.py` for bias and for the mean square are derived, but a derivation may overlook what right kernels do. So the records of known
 kernels are held against them: a figure near 1 would be a false alarm about to happen.
@@ -18,7 +18,7 @@ HEAD = """# Calibration
 
 How close kernels that are right come to each gate, at their worst over every case of a run. 1 is the gate. Made from the committed records:
 
-    python -m reports.calibration reports/records/*.jsonl.gz -o docs/calibration.md
+    python -m flashproof.reports.calibration reports/records/*.jsonl.gz -o docs/calibration.md
 
 - rho: the largest error over the bound; of float32, where two bounds gate, the larger.
 - bias: (|bias| - {bias:g} standard errors) over its allowance; a lean is anything above 1. Beside it the bias, its standard error and its allowance, in ulps of
@@ -96,7 +96,7 @@ def table(paths: Sequence[Path]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the table. Returns the exit status: 0, or 2 with a line on stderr that says what is wrong with a file."""
-    parser = argparse.ArgumentParser(prog="python -m reports.calibration", description="How close the kernels of some records come to each gate.")
+    parser = argparse.ArgumentParser(prog="python -m flashproof.reports.calibration", description="How close the kernels of some records come to each gate.")
     parser.add_argument("records", nargs="+", type=Path, metavar="RECORDS", help="record files (JSON lines), as pytest writes them")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the table goes; the standard output unless given")
     options = parser.parse_args(arguments)
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print(text, end="")
     except (OSError, ValueError) as error:
-        print(f"reports.calibration: {error}", file=sys.stderr)
+        print(f"calibration: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -100,14 +100,16 @@ def test_the_readme_tells_of_the_last_full_run() -> None:
 # Files that may hold numbers that look like tolerances, with the reason.
 MAY = {
     "oracles/bounds.py": "the one place for them",
-    "tests/mutants/rules.py": "the rules of others, which are themselves on trial",
-    "tests/mutants/test_rules.py": "their known verdicts",
+    "tests/suite/mutants/rules.py": "the rules of others, which are themselves on trial",
+    "tests/suite/mutants/test_rules.py": "their known verdicts",
 }
 # Lines that compare something else.
 OTHER: dict[str, str] = {
+    "flashproof/accuracy.py": "whether two scales are the same question",
+    "tests/suite/accuracy/test_accuracy.py": "two results of one oracle, in float64",
     "reports/wording.py": "how many digits a figure is shown with",
-    "tests/contract/test_cuda_gpu.py": "seconds",
-    "tests/oracles/test_spread.py": "how far the model of the spread may be from what is measured of it",
+    "tests/suite/kernels/test_cuda_gpu.py": "seconds",
+    "tests/suite/oracles/test_spread.py": "how far the model of the spread may be from what is measured of it",
 }
 KEYWORDS = {"atol", "rtol", "tol", "abs", "rel", "abs_tol", "rel_tol", "tolerance", "threshold"}
 CALLS = {"allclose", "isclose", "assert_close", "approx", "assert_allclose"}
@@ -129,7 +131,7 @@ def tolerances(source: str) -> list[str]:
 
 
 def test_no_tolerance_stands_outside_the_bounds() -> None:
-    files = [path for folder in ("oracles", "impls", "tests", "reports") for path in sorted((ROOT / folder).rglob("*.py"))]
+    files = [path for folder in ("flashproof", "oracles", "impls", "tests", "reports") for path in sorted((ROOT / folder).rglob("*.py"))]
     found = {str(path.relative_to(ROOT)): tolerances(path.read_text()) for path in files if str(path.relative_to(ROOT)) not in MAY | OTHER}
     assert not {file: lines for file, lines in found.items() if lines}
 
