@@ -28,7 +28,7 @@ class Difference:
     new: list[Judgement]  # of the second run alone
     worse: list[tuple[Judgement, Judgement]]  # verdicts
     better: list[tuple[Judgement, Judgement]]
-    moved: list[tuple[Judgement, Judgement]]  # the same verdict with another rho
+    moved: list[tuple[Judgement, Judgement]]  # the same verdict with a rho that reads differently
 
     @property
     def is_worse(self) -> bool:
@@ -47,8 +47,12 @@ def compare(before: Iterable[Judgement], after: Iterable[Judgement]) -> Differen
         new=[judgement for key, judgement in second.items() if key not in first],
         worse=[(one, two) for one, two in pairs if rank[one.status] < rank[two.status]],
         better=[(one, two) for one, two in pairs if rank[one.status] > rank[two.status]],
-        moved=[(one, two) for one, two in pairs if one.status == two.status and worst_rho(one) != worst_rho(two)],
+        moved=[(one, two) for one, two in pairs if one.status == two.status and _shown_rho(one) != _shown_rho(two)],
     )
+
+
+def _shown_rho(judgement: Judgement) -> str:
+    return wording.rho(worst_rho(judgement))
 
 
 def _by_key(judgements: Iterable[Judgement]) -> dict[Key, Judgement]:
@@ -82,7 +86,7 @@ def words(difference: Difference) -> Iterable[str]:
     yield from _shown("missing", map(_line, difference.lost))
     yield from _shown("new", map(_line, difference.new))
     moved = sorted(difference.moved, key=lambda pair: size(worst_rho(pair[0])) - size(worst_rho(pair[1])))
-    pairs_of_rho = [f"{_line(two)}: rho {wording.rho(worst_rho(one))} before, {wording.rho(worst_rho(two))} now" for one, two in moved]
+    pairs_of_rho = [f"{_line(two)}: rho {_shown_rho(one)} before, {_shown_rho(two)} now" for one, two in moved]
     yield from _shown("with another rho", pairs_of_rho)
 
 
