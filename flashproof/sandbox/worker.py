@@ -22,7 +22,6 @@ from flashproof.sandbox.memory import held_data
 M_MMAP_THRESHOLD, M_PERTURB, PR_SET_PDEATHSIG = -3, -6, 1
 
 Kind = Literal["record", "given", "returned", "report", "done"]
-Message = tuple[Kind, object]
 
 
 class Worker:

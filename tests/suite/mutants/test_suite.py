@@ -106,7 +106,6 @@ MAY = {
 # Lines that compare something else.
 OTHER: dict[str, str] = {
     "flashproof/accuracy.py": "whether two scales are the same question",
-    "tests/suite/accuracy/test_accuracy.py": "two results of one oracle, in float64",
     "reports/wording.py": "how many digits a figure is shown with",
     "tests/suite/kernels/test_cuda_gpu.py": "seconds",
     "tests/suite/oracles/test_spread.py": "how far the model of the spread may be from what is measured of it",
