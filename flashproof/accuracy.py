@@ -5,7 +5,6 @@ verdict is that of the suite (`judging`): the deterministic bound, in float32 on
 and the test for bias. Sources of the bound: `oracles/bounds.py`.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -13,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flashproof import judging
+from flashproof import judging, questions
 from flashproof.calling import GRADIENTS, TENSORS, TensorName
 from flashproof.impls.call import Call, check_call
 from flashproof.impls.shapes import Bool, Float, Float32, Float64
@@ -26,12 +25,9 @@ from flashproof.reports import wording
 from flashproof.reports.record import Certainty, Judgement
 
 Claimed = Arithmetic | Callable[[Dtype, Device], Arithmetic]
-Transform = Callable[[Tensor], Tensor]
 
 _CERTIFIED_PRODUCTS = 2**18  # as of `judging`, but less: balls of more take longer than a test may
-_SAMPLE = 256  # queries looked at together, and those from which another scale is estimated
-_STEPS = 6  # of that estimate
-_CLOSE = 1e-4  # a scale, or a factor, that is fitted to a wrong answer and nearer to the right one explains nothing
+_ROWS = 256  # queries whose mask is looked at together
 
 
 @dataclass(frozen=True, eq=False)
@@ -318,8 +314,8 @@ def _visibility(problem: Problem) -> tuple[Bool[Tensor, "batch heads queries"], 
     seen = torch.zeros(problem.key.shape[:3], dtype=torch.bool, device=device)
     for batch in range(batches):
         for head in range(heads):
-            for start in range(0, queries, _SAMPLE):
-                rows = torch.arange(start, min(start + _SAMPLE, queries), device=device)
+            for start in range(0, queries, _ROWS):
+                rows = torch.arange(start, min(start + _ROWS, queries), device=device)
                 visible = problem.mask.visible(batch, head, rows)
                 sees[batch, head, rows] = visible.any(dim=1)
                 seen[batch, head // problem.groups] |= visible.any(dim=0)
@@ -341,10 +337,7 @@ def _judge(problem: Problem, answer: dict[TensorName, Tensor], claim: Arithmetic
     verdicts = {
         each.tensor: _verdict(each, answer[each.tensor], problem, truth, with_bounds=with_bounds) for each in judged
     }
-    wrong = {each.tensor: answer[each.tensor] for each in failed}
-    # What is fitted to a wrong answer explains it only if it meets it much better.
-    limit = min(1.0, max((each.worst_rho for each in failed), default=0.0) / 2.0)
-    return Verdicts(verdicts, _question(problem, wrong, truth, claim, limit))
+    return Verdicts(verdicts, questions.answered(problem, answer, judged, truth, claim))
 
 
 def _exact(problem: Problem, claim: Arithmetic, *, backward: bool) -> Exact:
@@ -404,177 +397,3 @@ def _verdict(judged: Judged, actual: Tensor, problem: Problem, truth: Exact, *, 
         exact=getattr(truth.answer, judged.tensor) if with_bounds else None,
         _judgement=judgement,
     )
-
-
-# ------------------------------------------------------------------------------------------------ another question
-
-
-@dataclass(frozen=True, eq=False)
-class _Other:
-    """Another question than was asked: its problem, and where its answer stands in the tensors that were given."""
-
-    words: str
-    problem: Problem
-    names: Mapping[TensorName, TensorName] = field(default_factory=dict)  # of a tensor that was given: what it is there
-    view: Transform = lambda tensor: tensor  # of a tensor that was given: as it is there
-    only: tuple[TensorName, ...] = TENSORS  # what can be compared
-    limit: float = 1.0  # of rho
-
-
-def _question(problem: Problem, failed: dict[TensorName, Tensor], truth: Exact, claim: Arithmetic, limit: float) -> str:
-    """What wrong tensors are the right answer to; "" where nothing is found. Among one key, there is no question.
-
-    limit: the largest rho of an answer to a question that is fitted.
-    """
-    if not failed or problem.key.shape[2] == 1:
-        return ""
-    finite = [tensor.isfinite().all() if name != "lse" else (~tensor.isnan()).all() for name, tensor in failed.items()]
-    if not bool(torch.stack(finite).all()):
-        return ""
-    for other in _others(problem, failed, limit):
-        if set(failed) <= set(other.only) and _answers(other, failed, claim):
-            return f"this is the answer {other.words}"
-    return _multiple(failed, truth, limit)
-
-
-def _answers(other: _Other, failed: dict[TensorName, Tensor], claim: Arithmetic) -> bool:
-    """Whether the wrong tensors are inside the bounds of the other question."""
-    tensors = {other.names.get(name, name): other.view(tensor) for name, tensor in failed.items()}
-    parts = [(_of_one_key_head(other.problem), {name: _part(other.problem, name, tensors[name]) for name in tensors})]
-    parts += [(other.problem, tensors)] * (other.problem.key.shape[:2] != (1, 1))
-    for problem, answer in parts:  # most other questions are not met by one head already, which is sooner known
-        truth = judging.exact_of(problem, claim, backward=any(name in GRADIENTS for name in answer))
-        for name, tensor in answer.items():
-            judged = judging.judge_tensor(tensor, name, truth)
-            if not judged.passed or judged.worst_rho > other.limit:
-                return False
-    return True
-
-
-def _of_one_key_head(problem: Problem) -> Problem:
-    """The first key head of the first batch, with the query heads that share it."""
-    blocks = problem.mask.blocks
-    return replace(
-        problem,
-        query=problem.query[:1, : problem.groups],
-        key=problem.key[:1, :1],
-        value=problem.value[:1, :1],
-        dout=problem.dout[:1, : problem.groups],
-        mask=replace(problem.mask, blocks=None if blocks is None else blocks[:1, : problem.groups]),
-    )
-
-
-def _part(problem: Problem, name: TensorName, tensor: Tensor) -> Tensor:
-    """What of a tensor belongs to that head."""
-    return tensor[:1, : 1 if name in ("dk", "dv") else problem.groups]
-
-
-def _others(problem: Problem, failed: dict[TensorName, Tensor], limit: float) -> Iterator[_Other]:
-    """The questions that kernels and their callers take for the one that is asked."""
-    mask, (_, heads, queries, _) = problem.mask, problem.query.shape
-    alignments: dict[Alignment, str] = {"top_left": "top left", "bottom_right": "bottom right"}
-    if mask.causal:
-        yield _Other("without the causal mask", replace(problem, mask=replace(mask, causal=None)))
-    for causal, words in alignments.items():
-        if causal != mask.causal and (queries != mask.keys or not mask.causal):
-            yield _Other(
-                f"with the causal mask aligned at the {words}", replace(problem, mask=replace(mask, causal=causal))
-            )
-        if not mask.causal and queries == mask.keys:
-            break  # the two are one mask
-    if mask.blocks is not None:
-        yield _Other("without the block mask", replace(problem, mask=replace(mask, blocks=None)))
-    if problem.dropout.p:
-        yield _Other("without dropout", replace(problem, dropout=Dropout()))
-    yield from _other_scales(problem, failed, limit)
-    if not torch.equal(problem.key, problem.value):
-        swapped: dict[TensorName, TensorName] = {"dk": "dv", "dv": "dk"}
-        yield _Other("with key and value exchanged", replace(problem, key=problem.value, value=problem.key), swapped)
-    yield from _other_layouts(problem)
-    if 1 < problem.groups < heads:
-        repeated = [tensor.repeat(1, problem.groups, 1, 1) for tensor in (problem.key, problem.value)]
-        words = f"with query head h on key head h % {heads // problem.groups}, not h // {problem.groups}"
-        yield _Other(words, replace(problem, key=repeated[0], value=repeated[1]), only=("out", "lse", "dq"))
-
-
-def _other_scales(problem: Problem, failed: dict[TensorName, Tensor], limit: float) -> Iterator[_Other]:
-    dim = problem.query.shape[3]
-    known = {"the default scale, 1/sqrt(dim)": 1.0 / math.sqrt(dim), "scale 1": 1.0, "scale 1/dim": 1.0 / dim}
-    for words, scale in known.items():
-        if not math.isclose(scale, problem.scale, rel_tol=1e-12):
-            yield _Other(f"with {words}", replace(problem, scale=scale))
-    found = _fitted_scale(problem, failed)
-    if found is not None and not math.isclose(found, problem.scale, rel_tol=_CLOSE):
-        apart, given = wording.told_apart(found, problem.scale)
-        yield _Other(f"with a scale of {apart}, not {given}", replace(problem, scale=found), limit=limit)
-
-
-def _other_layouts(problem: Problem) -> Iterator[_Other]:
-    """What lies in memory as [batch, length, heads, dim], and is not."""
-    (batch, heads, queries, dim), keys = problem.query.shape, problem.key.shape[2]
-    if heads == 1 or queries == 1 or problem.dropout.p or problem.mask.blocks is not None:
-        return
-
-    def transposed(tensor: Tensor) -> Tensor:
-        return tensor.transpose(1, 2)
-
-    if queries == keys:
-        other = Problem(
-            query=transposed(problem.query),
-            key=transposed(problem.key),
-            value=transposed(problem.value),
-            dout=transposed(problem.dout),
-            scale=problem.scale,
-            mask=Mask(heads, problem.key.shape[1], problem.mask.causal),
-        )
-        yield _Other("over [batch, length, heads, dim]: heads and length are exchanged", other, view=transposed)
-    if heads != queries:
-        yield _Other(
-            "in memory of the layout [batch, length, heads, dim], read as [batch, heads, length, dim]",
-            problem,
-            view=lambda tensor: tensor.reshape(batch, queries, heads, dim).transpose(1, 2),
-            only=("out", "dq"),
-        )
-
-
-def _fitted_scale(problem: Problem, failed: dict[TensorName, Tensor]) -> float | None:
-    """The scale at which some rows of a wrong output are best met; None where there is none, or no output.
-
-    Gauss and Newton's method (Nocedal and Wright, Numerical Optimization, 10.3), by
-    d out / d scale = sum_j P_j (s_j - mean s) V_j, with s = Q K^T.
-    """
-    if "out" not in failed or problem.dropout.p:
-        return None
-    rows = torch.arange(max(0, problem.query.shape[2] - _SAMPLE), problem.query.shape[2], device=problem.query.device)
-    query, key, value = (tensor[0, 0].to(torch.float64) for tensor in (problem.query, problem.key, problem.value))
-    hidden = ~problem.mask.visible(0, 0, rows)
-    products, got, scale = query[rows] @ key.T, failed["out"][0, 0, rows].to(torch.float64), problem.scale
-    for _ in range(_STEPS):
-        weights = torch.softmax((scale * products).masked_fill(hidden, -math.inf), dim=1).nan_to_num(nan=0.0)
-        slope = (weights * (products - (weights * products).sum(dim=1, keepdim=True))) @ value
-        step = ((got - weights @ value) * slope).sum() / slope.square().sum()
-        scale += float(step.clamp(-abs(scale) / 2.0, abs(scale) / 2.0))
-        if not math.isfinite(scale):
-            return None
-    return scale
-
-
-def _multiple(failed: dict[TensorName, Tensor], truth: Exact, limit: float) -> str:
-    """Whether wrong tensors are multiples of the exact ones, as an lse to base 2, or a gradient without the scale."""
-    said = []
-    for name, tensor in failed.items():
-        exact = getattr(truth.answer, name)
-        kept = exact.isfinite() & tensor.isfinite()
-        numbers, got = (part.to(torch.float64).masked_fill(~kept, 0.0) for part in (exact, tensor))
-        factor = float((got * numbers).sum() / numbers.square().sum())
-        if not math.isfinite(factor) or not factor or math.isclose(factor, 1.0, rel_tol=_CLOSE):
-            return ""
-        judged = judging.judge_tensor(tensor, name, truth.times(factor))
-        if not judged.passed or judged.worst_rho > limit:
-            return ""
-        is_base_2 = name == "lse" and math.isclose(factor, 1.0 / math.log(2.0), rel_tol=_CLOSE)
-        words = wording.told_apart(factor, 1.0)[0]
-        said.append(
-            f"{name} is {words} times the exact result" + (", as a logarithm to base 2 is" if is_base_2 else "")
-        )
-    return "; ".join(said)

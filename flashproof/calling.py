@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashproof import diagnosis
 from flashproof.cases import Case, Inputs, dropout_seed
-from flashproof.diagnosis import declines, said
+from flashproof.diagnosis import declines, told
 from flashproof.impls.spec import Implementation, Supports
 from flashproof.sandbox.process_state import left_alone
 
@@ -278,16 +278,16 @@ def go_back(call: Forward, *, dout: Tensor | None = None, keep: bool = False, pl
         except BaseException as error:
             if _is_the_users(error):
                 raise
-            fault = _fault(f"backward raised {said(error)}", error, call.inputs)
+            fault = _fault(f"backward raised {told(error)}", error, call.inputs)
             declined = not fault.spoils and declines(error)
             if call.is_changed and declined:
-                raise Withheld(said(error)) from error
+                raise Withheld(told(error)) from error
             if (
                 call.implementation.bare
                 and declined
                 and (plain or keep or isinstance(error, NotImplementedError) or _declines_backward(call))
             ):
-                raise Refused(f"backward: {said(error)}") from error
+                raise Refused(f"backward: {told(error)}") from error
             raise fault from error
     seconds = call.seconds + time.perf_counter() - started
     tensors = dict(call.tensors)
@@ -406,20 +406,20 @@ def _a_child_came_back(patience: float = 2.0) -> bool:
 
 def _failed_forward(error: BaseException, implementation: Implementation, inputs: Inputs) -> Refused | Fault:
     """What came of a forward that raised: a refusal or a fault, and whether every call would end like this."""
-    fault = _fault(f"forward raised {said(error)}", error, inputs)
+    fault = _fault(f"forward raised {told(error)}", error, inputs)
     if fault.spoils:
         return fault
     is_answered = any(name == implementation.name for name, *_ in _answered)
     tensors = (inputs.query, inputs.key, inputs.value)
     might = implementation.bare and not is_answered and (declines(error) or isinstance(error, AttributeError))
     if might and diagnosis.works_on_arrays(implementation.attention, *tensors):
-        words = f"it works on NumPy arrays, and was given tensors ({said(error)})"
+        words = f"it works on NumPy arrays, and was given tensors ({told(error)})"
         return Fault(f"{words}; {diagnosis.converting(implementation.name)}", of_every_call=True)
     if not declines(error):
         return fault
     needs_gpu = not inputs.query.is_cuda and diagnosis.needs_gpu(error)
     if implementation.bare:
-        return Refused(said(error), of_every_call=needs_gpu)
+        return Refused(told(error), of_every_call=needs_gpu)
     if needs_gpu:
         advice = "an implementation for CUDA alone claims Supports(devices=('cuda',))"
         return Fault(f"{fault}; {advice}", of_every_call=True)
@@ -461,7 +461,8 @@ def _fault(words: str, error: BaseException, inputs: Inputs) -> Fault:
         _synchronise(inputs)
     except RuntimeError as lost:
         return Fault(
-            words if _is_cuda_error(error) else f"{words}; the device was left in error: {said(lost)}", spoils=True
+            words if _is_cuda_error(error) else f"{words}; the device was left in error: {diagnosis.said(lost)}",
+            spoils=True,
         )
     return Fault(words, spoils=_is_cuda_error(error) or isinstance(error, torch.OutOfMemoryError))
 

@@ -4,10 +4,12 @@ A function that returns a pair, works on NumPy arrays or needs a device that is 
 once, with what would do, and leaves its other checks out.
 """
 
+import os
 import re
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import numpy
 from torch import Tensor
@@ -15,6 +17,8 @@ from torch import Tensor
 # How a kernel words that it runs on a GPU alone, as PyTorch, Triton and their users do.
 GPU_ALONE = re.compile(r"cuda|nvidia|\bgpus?\b|active drivers|cpu tensor", re.IGNORECASE)
 SHOWN = 4  # elements of a tuple that are named
+_FOREIGN = re.compile(r"^<|site-packages|dist-packages|/lib/python")  # files of no user
+_OURS = Path(__file__).parent  # kernels of the catalogue stand in folders below it
 
 
 def said(error: BaseException) -> str:
@@ -23,6 +27,25 @@ def said(error: BaseException) -> str:
     if not text and isinstance(error, AssertionError) and error.__traceback__:
         text = traceback.extract_tb(error.__traceback__)[-1].line or ""
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def told(error: BaseException) -> str:
+    """An exception in words, with the innermost line of the user's own code: "KeyError: 'b' (mine.py:12)"."""
+    frame = own_frame(error)
+    return f"{said(error)} ({shown(frame.filename)}:{frame.lineno})" if frame else said(error)
+
+
+def own_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame of an exception that is neither of a package, of Python's library, nor of flashproof."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _FOREIGN.search(frame.filename) and Path(frame.filename).parent != _OURS]
+    return own[-1] if own else None
+
+
+def shown(path: Path | str) -> str:
+    """A path, from the working directory if it is in it or below it."""
+    path = Path(os.path.abspath(path))
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def declines(error: BaseException) -> bool:

@@ -290,14 +290,18 @@ def judge(
 
     given: the tensors that it answered, where they are not the case's own.
     """
-    if given:
-        truth = exact_of(given.problem(case), arithmetic).on_cpu()
-    else:
-        truth = exact(case, arithmetic, answer["out"].device.type)
+    truth = truth_of(answer, case, arithmetic, given)
     verdicts = [judge_tensor(answer[name].cpu(), name, truth) for name in names if name in answer]
     if truth.certainty == "sampled":
         _check_worst_row(verdicts, case, truth)
     return verdicts
+
+
+def truth_of(answer: Answer, case: Case, arithmetic: Arithmetic, given: Inputs | None = None) -> Exact:
+    """What an answer is judged by, on the CPU. given: as of `judge`."""
+    if given:
+        return exact_of(given.problem(case), arithmetic).on_cpu()
+    return exact(case, arithmetic, answer["out"].device.type)
 
 
 def _check_worst_row(verdicts: list[Judged], case: Case, truth: Exact) -> None:
@@ -336,22 +340,19 @@ def judge_tensor(actual: Tensor, name: TensorName, truth: Exact) -> Judged:
     )
 
 
-def describe_row(case: Case, device: str, index: tuple[int, ...], tensor: TensorName) -> str:
-    """In words, what the row of an element of out, lse or dq looks like.
-
-    It says how many keys the row sees and how much its heaviest holds.
-    """
-    return "" if tensor in ("dk", "dv") else describe(inputs(case, device).problem(case), index)
-
-
 def describe(problem: Problem, index: tuple[int, ...]) -> str:
-    """In words, what the row of a query looks like. index: batch, head, query and what follows."""
+    """In words, what the row of a query looks like: how many keys it sees, and how much the heaviest of them weighs.
+
+    index: batch, head, query and what follows, as of an element of out, lse or dq.
+    """
     batch, head, row = index[:3]
     query = problem.query[batch, head, row].to(torch.float64)
     key = problem.key[batch, head // problem.groups].to(torch.float64)
     visible = problem.mask.visible(batch, head, torch.tensor([row], device=query.device))[0]
     count = int(visible.sum())
     if count == 0:
-        return "the row sees no key"
+        return "the query sees no key"
+    if count == 1:
+        return "the query sees one key"
     weights = torch.softmax((problem.scale * (key @ query)).masked_fill(~visible, -math.inf), dim=0)
-    return f"one of {count} visible keys holds {100.0 * float(weights.max()):.3g} % of the row"
+    return f"the query sees {count} keys; the largest weight is {100.0 * float(weights.max()):.3g} %"

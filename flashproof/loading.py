@@ -9,9 +9,7 @@ import importlib
 import importlib.util
 import os
 import pkgutil
-import re
 import sys
-import traceback
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,6 +17,7 @@ from functools import reduce
 from pathlib import Path
 from types import ModuleType
 
+from flashproof.diagnosis import own_frame, shown
 from flashproof.impls import catalogue, claims
 from flashproof.impls.catalogue import FORMS, close
 from flashproof.impls.spec import Implementation
@@ -46,7 +45,7 @@ def spelled(name: str) -> str:
     place, _, attribute = name.rpartition(":")
     if not place.endswith(".py"):
         return name
-    return f"{_shown(Path(place).expanduser())}:{attribute}"
+    return f"{shown(Path(place).expanduser())}:{attribute}"
 
 
 def load(name: str) -> Implementation:
@@ -178,13 +177,7 @@ def _in_directory(folder: Path) -> str:
     """What would do in place of a directory: one of its files, with an attribute."""
     files = sorted(path for path in folder.glob("*.py") if _defined(str(path)))
     example = files[0] if files else folder / "file.py"
-    return f"name a file in it and an attribute, as '{_shown(example)}:attention'"
-
-
-def _shown(path: Path | str) -> str:
-    """A path, from the working directory if it is in it or below it."""
-    path = Path(os.path.abspath(path))
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    return f"name a file in it and an attribute, as '{shown(example)}:attention'"
 
 
 # ------------------------------------------------------------------------------------------------ modules and files
@@ -335,10 +328,8 @@ def _importing(place: str, name: str) -> Generator[None]:
 
 def _failed(name: str, error: BaseException) -> ValueError:
     """Not an ImportError: a broken module must not pass for one that is not installed."""
-    frames = traceback.extract_tb(error.__traceback__)
-    # The place is a line of the user's. A syntax error names its own.
-    own = [frame for frame in frames if not re.search(r"^<|site-packages|/lib/python|/flashproof/", frame.filename)]
-    where = f" ({_shown(own[-1].filename)}, line {own[-1].lineno})" if own else ""
+    frame = own_frame(error)  # a syntax error names its own place
+    where = f" ({shown(frame.filename)}, line {frame.lineno})" if frame else ""
     text = " ".join(str(error).split())
     said = f"{type(error).__name__}: {text}" if text else type(error).__name__
     advice = ""

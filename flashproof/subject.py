@@ -17,7 +17,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flashproof import judging, search
+from flashproof import judging, questions, search
 from flashproof.calling import (
     GRADIENTS,
     UNOBSERVED,
@@ -42,6 +42,8 @@ BACKWARD = GRADIENTS
 SLOW = 0.1  # seconds
 LONG = 384  # queries; of shorter sequences the next one takes nobody long
 REPETITIONS = 16  # of a call whose bits may vary from run to run
+ASKED_ABOUT = 2**21  # scores of a key head up to which another question is looked for: each takes as long as an oracle
+NO_GRADIENT = "the output carries no gradient, and backward is claimed"
 Result = TypeVar("Result")
 
 
@@ -106,8 +108,7 @@ class Subject:
         """
         arithmetic = self.implementation.arithmetic(self.dtype, self.device)
         verdicts = judging.judge(answer, case, arithmetic, names, given)
-        for judged in verdicts:
-            self._record_judged(judged, case, answer.seconds, axes or {}, note, own=given is None)
+        self._record_judged(verdicts, answer, case, axes=axes or {}, given=given, note=note)
         return verdicts
 
     def attend(
@@ -185,10 +186,11 @@ class Subject:
         if carries:
             self.carried = True
         elif not self.implementation.bare:
-            self.fail(case, "the output carries no gradient, and backward is claimed")
+            self.fail(case, NO_GRADIENT)
         elif self.carried:
             self.fail(
-                case, "the output carries no gradient, and that of an earlier call did: here it is lost without a word"
+                case,
+                "the output carries no gradient, and that of an earlier call did: the kernel lost it without an error",
             )
         else:
             self.refusals.append("the output carries no gradient")
@@ -261,8 +263,8 @@ class Subject:
 
         Only the worst case is recorded.
         """
-        worst: tuple[float, list[Judged], Case, float] | None = None
-        failed: list[tuple[list[Judged], Case, float, str]] = []
+        worst: tuple[float, list[Judged], Case, Answer] | None = None
+        failed: list[tuple[list[Judged], Case, Answer | None, str]] = []
         budget, tried = search.Search(), 0
 
         def attempt(case: Case) -> None:
@@ -282,12 +284,12 @@ class Subject:
                 if fault.spoils:
                     self.fail(case, str(fault))
                     self._end_if_spoilt(fault)
-                failed.append(([], case, 0.0, str(fault)))
+                failed.append(([], case, None, str(fault)))
                 raise AssertionError(str(fault)) from fault
             if backward and not answer.has_gradient:
                 if self.implementation.bare:
                     return
-                failed.append(([], case, 0.0, "the output carries no gradient, and backward is claimed"))
+                failed.append(([], case, None, NO_GRADIENT))
                 raise AssertionError("no gradient")
             verdicts = judging.judge(answer, case, self.implementation.arithmetic(self.dtype, self.device), names)
             for judged in verdicts:
@@ -295,9 +297,9 @@ class Subject:
                     hypothesis.target(judged.worst_rho, label=judged.tensor)
             rho = max((judged.worst_rho for judged in verdicts), default=0.0)
             if worst is None or rho >= worst[0]:
-                worst = (rho, verdicts, case, answer.seconds)
+                worst = (rho, verdicts, case, answer)
             if not all(judged.passed for judged in verdicts):
-                failed.append((verdicts, case, answer.seconds, ""))
+                failed.append((verdicts, case, answer, ""))
                 raise AssertionError(f"rho {rho:.3g}")
 
         try:
@@ -306,16 +308,15 @@ class Subject:
         except (AssertionError, hypothesis.errors.Flaky, ExceptionGroup):
             if not failed:
                 raise  # not of the kernel: the search itself is at fault
-            verdicts, case, seconds, fault = failed[-1]  # Hypothesis ends with the smallest case that it found
-            if fault:
+            verdicts, case, ended, fault = failed[-1]  # Hypothesis ends with the smallest case that it found
+            if ended is None:
                 self.fail(case, fault)
-            for judged in verdicts:
-                self._record_judged(judged, case, seconds, {})
+            else:
+                self._record_judged(verdicts, ended, case)
             return
         if worst is not None:
-            _, verdicts, case, seconds = worst
-            for judged in verdicts:
-                self._record_judged(judged, case, seconds, {}, f"the worst of {wording.plural(tried, 'case')}")
+            _, verdicts, case, best = worst
+            self._record_judged(verdicts, best, case, note=f"the worst of {wording.plural(tried, 'case')}")
 
     # ------------------------------------------------------------------------------------------------ records and words
 
@@ -349,59 +350,48 @@ class Subject:
 
     def _record_judged(
         self,
-        judged: Judged,
+        verdicts: list[Judged],
+        answer: Answer,
         case: Case,
-        seconds: float,
-        axes: dict[str, float],
-        note: str = "",
         *,
-        own: bool = True,
+        axes: dict[str, float] | None = None,
+        given: Inputs | None = None,
+        note: str = "",
     ) -> None:
-        """Records a verdict. note: further words. own: the answer is one to the case's own tensors."""
-        self.judged += 1
-        if judged.passed:
-            self._emit(case, "passed", **judged.figures(note), seconds=seconds, axes=axes)
-            return
-        row = judging.describe_row(case, self.device, judged.worst.index, judged.tensor) if own else ""
-        if not note and not self.failures and self.explains:
-            note = self._mistaken(case, judged.tensor) or self._onset(case, judged.tensor)
-        fields = judged.figures(row) | {"seconds": seconds, "axes": axes, "message": note}
-        self.failures.append(self._judgement(case, "failed", **fields))
-        self._emit(case, "failed", **fields)
+        """Records the verdicts on an answer. given, note: as of `judge_answer`."""
+        for judged in verdicts:
+            self.judged += 1
+            fields: dict[str, object] = {"seconds": answer.seconds, "axes": axes or {}}
+            if judged.passed:
+                self._emit(case, "passed", **judged.figures(note), **fields)
+                continue
+            problem = (given or inputs(case, self.device)).problem(case)
+            row = "" if judged.tensor in ("dk", "dv") else judging.describe(problem, judged.worst.index)
+            fields |= judged.figures(row) | {"message": note}
+            if not self.failures and self.explains:
+                fields["message"] = self._explained(verdicts, answer, case, judged.tensor, given, note)
+            self.failures.append(self._judgement(case, "failed", **fields))
+            self._emit(case, "failed", **fields)
 
-    def _mistaken(self, case: Case, name: TensorName) -> str:
-        """The question that a wrong answer is right for: the case without one of its features. Empty if none."""
-        if case.keys == 1:
-            return ""
-        without: dict[str, Case] = {}
-        if case.mask != "full":
-            without["without the causal mask"] = replace(case, mask="full")
-            without["with the other alignment of the causal mask"] = replace(
-                case, mask="causal" if case.mask == "causal-br" else "causal-br"
-            )
-        if case.scale is not None:
-            without["with the default scale"] = replace(case, scale=None)
-        if case.blocks is not None:
-            without["without the block mask"] = replace(case, blocks=None)
-        if case.dropout:
-            without["without dropout"] = replace(case, dropout=0.0)
-        given = inputs(case, self.device)
-        for words, other in without.items():
-            try:
-                answer = attend(self.implementation, case, given, backward=name in BACKWARD, observer=self._observer)
-            except (Refused, Fault):
-                return ""
-            block_mask = None if other.blocks is None else given.block_mask
-            verdicts = judging.judge(
-                answer,
-                other,
-                self.implementation.arithmetic(self.dtype, self.device),
-                (name,),
-                replace(given, block_mask=block_mask),
-            )
-            if verdicts and all(judged.passed for judged in verdicts):
-                return f"this is the answer {words}"
-        return ""
+    def _explained(
+        self,
+        verdicts: list[Judged],
+        answer: Answer,
+        case: Case,
+        name: TensorName,
+        given: Inputs | None,
+        note: str,
+    ) -> str:
+        """The note of the first failure, with what was found out about it: which question it answers, or its onset."""
+        claim = self.implementation.arithmetic(self.dtype, self.device)
+        question = ""
+        if case.heads // case.kv_heads * case.queries * case.keys <= ASKED_ABOUT:
+            problem = (given or inputs(case, self.device)).problem(case)
+            truth = judging.truth_of(answer, case, claim, given)
+            question = questions.answered(problem, answer.tensors, verdicts, truth, claim)
+        if not question and not note and given is None:
+            return self._onset(case, name)
+        return "\n".join(words for words in (note, question) if words)
 
     def _onset(self, case: Case, name: TensorName) -> str:
         """From which magnitude, or shift, the case fails. It is found by halving. Empty if that gives no answer."""
@@ -447,7 +437,7 @@ def concluded(subject: Subject) -> Generator[None]:
     if not subject.judged and subject.refusals:
         pytest.skip(f"refused: {subject.refusals[0]}")
     if not subject.judged:
-        pytest.skip("nothing to judge: no case of this check is one for this implementation")
+        pytest.skip("nothing to judge: the implementation claims no case of this check")
 
 
 def summary(subject: Subject, most: int = 3) -> str:

@@ -29,7 +29,7 @@ def test_answers(subject: Subject) -> None:
     for case in subject.cases:
         answer = subject.attend(case, backward=subject.implementation.supports.backward)  # a wrong form is a fault, recorded there
         if answer is not None:
-            subject.expect(all(tensor.isfinite().all() for tensor in answer.tensors.values()), case, "an ordinary input gives NaN or inf")
+            subject.expect(all(tensor.isfinite().all() for tensor in answer.tensors.values()), case, "the answer to an ordinary input holds NaN or infinity")
 
 
 @check("contract", grid=grids.small, early=True)
@@ -52,7 +52,7 @@ def test_answer_is_its_own(subject: Subject) -> None:
         if subject.attend(replace(case, seed=case.seed + 1), backward=backward) is None:
             continue
         for name, tensor in kept.items():
-            subject.expect_equal(tensor, first[name], case, name, f"a second call changed the first one's {'output' if name == 'out' else name}")
+            subject.expect_equal(tensor, first[name], case, name, f"a second call changed the {'output' if name == 'out' else name} of the first call")
 
 
 @check("contract", grid=grids.small, early=True)
@@ -64,7 +64,7 @@ def test_call_after_call(subject: Subject) -> None:
         given = inputs(case, subject.device)
         other, renewed, larger = (replace(case, seed=case.seed + 1), replace(case, seed=case.seed + 2), replace(case, batch=case.batch + 1))
         calls: list[tuple[str, Case, Inputs | None]] = [
-            ("the first call", case, _as_new(given)),
+            ("", case, _as_new(given)),  # a failure of the first call is none of the row
             ("the same call again", case, given),
             ("other values of the same shape", other, None),
             ("another batch size", larger, None),
@@ -75,8 +75,8 @@ def test_call_after_call(subject: Subject) -> None:
             calls += [("other strides", turned, None), ("the first strides again", other, None)]
         if case.layout != "expanded":  # which are one memory
             calls += [("new values in the tensors of the first call", renewed, given)]
-        answered: list[tuple[str, Case, Answer]] = []
-        for words, call, tensors in calls:
+        answered: list[tuple[int, Case, Answer]] = []
+        for number, (words, call, tensors) in enumerate(calls, start=1):
             there = _as_new(_renew(given, inputs(call, subject.device))) if call is renewed else tensors
             refused = len(subject.refusals)
             answer = subject.attend(call, backward=subject.implementation.supports.backward, given=there)
@@ -84,11 +84,12 @@ def test_call_after_call(subject: Subject) -> None:
                 continue  # another batch size or stride; a refusal of what had been answered is a fault
             if answer is None:
                 break
-            others = [(said, earlier) for said, asked, earlier in answered if replace(asked, layout=call.layout) != call]  # whose values are others
-            stale = [f"; its out has the very bits of the answer to {said}" for said, earlier in others if torch.equal(answer["out"], earlier["out"])]
-            note = f"call {len(answered) + 1} of a row: {words}" + "".join(stale[:1])
+            # Calls that were given other values, and got the same bits.
+            others = [(earlier, out) for earlier, asked, out in answered if replace(asked, layout=call.layout) != call]
+            stale = [f"; its out is bit for bit the out of call {earlier}" for earlier, out in others if torch.equal(answer["out"], out["out"])]
+            note = f"call {number} of {len(calls)} in a row: {words}" + "".join(stale[:1]) if words else ""
             subject.judge_answer(answer, call, subject.tensors, note=note)
-            answered.append((words, call, answer))
+            answered.append((number, call, answer))
         for wanted in (BACKWARD, ()) if subject.implementation.supports.backward else ((),):
             _judge_renewed(subject, plain, wanted)
 
@@ -132,7 +133,7 @@ def _renew(given: Inputs, new: Inputs) -> Inputs:
 
 @check("contract", grid=grids.trained, single=False, early=True)
 def test_other_options(subject: Subject) -> None:
-    """Calls of one shape with another mask, scale, block mask or dropout seed get the answer to their own options."""
+    """Calls of one shape with different masks, scales, block masks or dropout seeds each get the answer to their own options."""
     for case in subject.cases[-1:]:
         for calls in _options(case):
             for number, call in enumerate(calls, start=1):
@@ -140,7 +141,8 @@ def test_other_options(subject: Subject) -> None:
                     break
                 answer = subject.attend(call, backward=subject.implementation.supports.backward)
                 if answer is not None:
-                    subject.judge_answer(answer, call, subject.tensors, note=f"call {number} of a row of one shape with other options each")
+                    note = f"call {number} of {len(calls)} in a row: the same shape, with another option" if number > 1 else ""
+                    subject.judge_answer(answer, call, subject.tensors, note=note)
 
 
 def _options(case: Case) -> list[list[Case]]:
@@ -190,7 +192,7 @@ def _same(first: Answer, second: Answer) -> bool:
 
 @check("contract", grid=grids.small, early=True)
 def test_calls_agree(subject: Subject) -> None:
-    """One input, called many times in a row, is always answered inside the bound."""
+    """Many calls in a row with one input are all answered inside the bound."""
     arithmetic = subject.implementation.arithmetic(subject.dtype, subject.device)
     for plain in subject.cases[-1:]:
         case = replace(plain, heads=plain.heads // plain.kv_heads, kv_heads=1)
@@ -201,7 +203,7 @@ def test_calls_agree(subject: Subject) -> None:
             answer = subject.attend(case, backward=subject.implementation.supports.backward, given=given)
             if answer is None:
                 if judged:
-                    subject.expect(False, case, f"call {call} of one input has no answer, and those before it had one")
+                    subject.expect(False, case, f"call {call} with one input brought no answer, and the calls before it did")
                 return
             said = next((said for earlier, said in judged if _same(answer, earlier)), None)
             if said is None:
@@ -210,9 +212,9 @@ def test_calls_agree(subject: Subject) -> None:
                 said = "" if worst.passed else f"{worst.tensor} with rho {worst.worst_rho:.3g}"
                 judged.append((answer, said))
             wrong += [(call, said)] if said else []
-        first = f", first in call {wrong[0][0]}: {wrong[0][1]}" if wrong else ""
+        first = f"; the first of them is call {wrong[0][0]}: {wrong[0][1]}" if wrong else ""
         often = f"{len(wrong)} of {CALLS}" if len(wrong) < CALLS else f"every one of {CALLS}"
-        subject.expect(not wrong, case, f"wrong in {often} calls of one input{first}")
+        subject.expect(not wrong, case, f"wrong in {often} calls with one input{first}")
 
 
 @check("contract", grid=grids.small, early=True)
@@ -235,7 +237,7 @@ def _on_a_gpu(dtype: Dtype, device: Device) -> list[Case]:
 
 @check("contract", grid=_on_a_gpu, early=True)
 def test_stream(subject: Subject) -> None:
-    """On a GPU, the kernel works in the caller's stream and waits for what the stream has to do first."""
+    """On a GPU, the kernel works in the caller's stream, after the work that this stream already holds."""
     if subject.device != "cuda":
         pytest.skip("CUDA: the check is of streams")
     callers = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -251,5 +253,5 @@ def test_stream(subject: Subject) -> None:
             torch.cuda._sleep(BUSY)  # type: ignore[no-untyped-call]
             answer = subject.attend(renewed, backward=subject.implementation.supports.backward, given=_renew(given, fresh))
         if answer is not None:
-            note = "called in a stream that had yet to fill the inputs: wrong there, if right elsewhere, is work in another stream"
+            note = "called in a stream that was still filling the inputs; if this check alone fails, the kernel works in another stream"
             subject.judge_answer(answer, renewed, subject.tensors, note=note)

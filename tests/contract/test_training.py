@@ -27,12 +27,12 @@ def test_without_gradients(subject: Subject) -> None:
 
 @check("contract", grid=grids.partly_trained, claims=("backward",))
 def test_some_gradients(subject: Subject) -> None:
-    """If only one or two of the three gradients are wanted, those are right."""
+    """If only one or two of the three gradients are asked for, these are inside the bound."""
     for case in subject.cases:
         for wanted in (*combinations(BACKWARD, 1), *combinations(BACKWARD, 2)):
             answer = subject.backward(subject.forward(case, inputs(case, subject.device), wanted=wanted))
             if answer is not None:
-                subject.judge_answer(answer, case, wanted, note=f"no other gradient was asked for than {' and '.join(wanted)}")
+                subject.judge_answer(answer, case, wanted, note=f"only {' and '.join(wanted)} {'was' if len(wanted) == 1 else 'were'} asked for")
 
 
 @check("contract", grid=grids.trained, claims=("backward",))
@@ -50,12 +50,12 @@ def test_two_forwards(subject: Subject) -> None:
         if supports.block_mask:
             blocks = replace(case, mask="full", keys=600, blocks=0.5)
             pairs.append((blocks, replace(blocks, seed=case.seed + 1)))
-        for pair, (step, order) in product(pairs, ((1, "the first call's first"), (-1, "the last call's first"))):
+        for pair, (step, order) in product(pairs, ((1, "first"), (-1, "last"))):
             calls = [subject.forward(one, inputs(one, subject.device)) for one in pair]
             for call in calls[::step]:
                 answer = subject.backward(call)
                 if call is not None and answer is not None:
-                    subject.judge_answer(answer, call.case, BACKWARD, note=f"two calls, then their backwards, {order}")
+                    subject.judge_answer(answer, call.case, BACKWARD, note=f"two calls ran before their backwards; the {order} call went back first")
 
 
 @check("contract", grid=grids.trained, claims=("backward",))
@@ -72,7 +72,7 @@ def test_backward_twice(subject: Subject) -> None:
         second = subject.backward(call, dout=other.dout, keep=True)
         if second is None:
             continue
-        subject.judge_answer(second, case, BACKWARD, given=other, note="the second backward of one call")
+        subject.judge_answer(second, case, BACKWARD, given=other, note="the second backward of one call, with another output gradient")
         for name, tensor in kept.items():
             subject.expect_equal(tensor, first[name], case, name, f"a second backward of the call changed the first one's {name}")
 
@@ -83,11 +83,11 @@ def test_backward_of_a_sum(subject: Subject) -> None:
     for case in subject.cases[-1:]:
         given = inputs(case, subject.device)
         one, row = torch.ones_like(given.dout[:1, :1, :1, :1]), given.dout[:, :, :1].clone()
-        for dout, what in ((one, "of a sum: ones, with strides of 0"), (row, "of a sum over queries: one row for all, with a stride of 0")):
+        for dout, what in ((one, "a sum: one number everywhere, with strides of 0"), (row, "a sum over queries: one row for all queries, with a stride of 0")):
             summed = replace(given, dout=dout.expand(given.dout.shape))
             answer = subject.attend(case, backward=True, given=summed)
             if answer is not None:
-                subject.judge_answer(answer, case, BACKWARD, given=summed, note=f"the output gradient is that {what}")
+                subject.judge_answer(answer, case, BACKWARD, given=summed, note=f"the output gradient is that of {what}")
 
 
 @check("contract", grid=grids.trained, claims=("backward",))
@@ -107,7 +107,7 @@ def test_changed_in_place(subject: Subject) -> None:
                 subject.expect(True, case, "")
                 continue
             if answer is not None:
-                subject.judge_answer(answer, case, BACKWARD, note=f"{name} was changed in place before the backward, which did not refuse")
+                subject.judge_answer(answer, case, BACKWARD, note=f"{name} was changed in place between forward and backward, and the backward did not raise")
 
 
 @check("contract", grid=grids.trained)

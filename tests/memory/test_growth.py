@@ -11,6 +11,7 @@ import torch
 from flashproof import grids
 from flashproof.calling import arguments, calling
 from flashproof.cases import Case, inputs
+from flashproof.diagnosis import told
 from flashproof.registry import check
 from flashproof.reports.record import Memory
 from flashproof.subject import Recorder, Subject
@@ -35,7 +36,7 @@ def test_memory_growth(subject: Subject, recorder: Recorder) -> None:
             with calling(case):
                 measured = _measure(subject, case)
         except Exception as error:
-            subject.fail(case, f"raised {type(error).__name__}: {error}")
+            subject.fail(case, f"raised {told(error)}")
             break
         for direction, count in measured:
             recorder.add(
@@ -54,7 +55,10 @@ def test_memory_growth(subject: Subject, recorder: Recorder) -> None:
                 )
             )
             if subject.implementation.supports.linear_memory and direction in before:
-                message = f"{direction}: {count} bytes beyond inputs and outputs at length {case.queries}, {before[direction]} at half of it: more than twice"
+                message = (
+                    f"{direction}: {count} bytes beyond inputs and outputs at length {case.queries}, "
+                    f"more than twice the {before[direction]} at half of it"
+                )
                 subject.expect(count <= 2 * before[direction], case, message)
             else:
                 subject.judged += 1

@@ -1,4 +1,4 @@
-"""What the probes share: forward and backward of one call, exact answers, and the words of a root mean square."""
+"""What the probes share: forward and backward of one call, exact answers, and the judgement of a root mean square."""
 
 import torch
 from torch import Tensor
@@ -40,19 +40,19 @@ def expect_exact(subject: Subject, case: Case, name: TensorName, actual: Tensor,
     if missed.any():
         index = tuple(int(i) for i in missed.nonzero()[0])
         message = (
-            f"{what}: {name} is exact and a number of its dtype, and {int(missed.sum())} of {missed.numel()} elements are another,"
+            f"{what}: the dtype holds the exact {name}, but {int(missed.sum())} of {missed.numel()} elements differ from it,"
             f" first at {list(index)}: got {actual[index].item()}, exact {exact[index].item()}"
         )
     subject.expect(not missed.any(), case, message, tensor=name)
 
 
 def expect_rms(subject: Subject, case: Case, name: TensorName, found: verdict.Rms | None, what: str) -> None:
-    """Records a root mean square, which must not be too large; where there are too few rows to tell, nothing."""
+    """Records a root mean square, which must not be too large. Records nothing if there are too few rows. what: whose errors these are."""
     if found is None:
         return
     message = (
-        f"{what}: {found.value:.3g} times the root mean square that the claimed arithmetic spreads, where {bounds.RMS_ALLOWANCE:g} is allowed"
-        f" (its square is {found.square:.3g}, with a standard error of {found.standard_error:.2g})"
+        f"the root mean square of the errors of {what} is {found.value:.3g} times what the claimed arithmetic makes;"
+        f" {bounds.RMS_ALLOWANCE:g} times is allowed (as squares: {found.square:.3g}, standard error {found.standard_error:.2g})"
     )
     subject.expect(not found.too_large, case, message, tensor=name, rms=figure(found.value), rms_error=found.standard_error)
 

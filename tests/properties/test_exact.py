@@ -68,8 +68,8 @@ def test_one_hot(subject: Subject) -> None:
         answer = answer_to(subject, case, given)
         if answer is None:
             continue
-        expect_inside_bound(subject, case, answer, given, "each query sees one key only, by its code")
-        before, what = before_rounding(subject, case, given), "the value of the one key that a query finds"
+        expect_inside_bound(subject, case, answer, given, "each query selects one key")
+        before, what = before_rounding(subject, case, given), "the value of the one key that a query selects"
         expect_exact(subject, case, "out", answer["out"], in_float64(by_query_head(given.value, case).gather(2, where)), before.out, what)
         if "dv" in answer:
             found = torch.zeros_like(in_float64(by_query_head(given.value, case))).scatter_add_(2, where, in_float64(given.dout))
@@ -99,7 +99,7 @@ def _sharpness(codes: Tensor, case: Case) -> float | None:
 
 @check("properties", grid=grids.zeros)
 def test_zeros(subject: Subject) -> None:
-    """If V, dO or all tensors are 0, every product with 0 is 0, and nothing is NaN.
+    """If V, dO or all tensors are 0, so are the products with them, and nothing is NaN.
 
     A layer that is initialised with zeros has such tensors, and a loss that ignores a head. A kernel that divides by
     the largest element of a tensor answers NaN.
@@ -119,7 +119,7 @@ def test_zeros(subject: Subject) -> None:
 
 @check("properties", grid=grids.unity)
 def test_unity(subject: Subject) -> None:
-    """If V = 1, the output is 1, on average too, also beside a sink; dQ and dK are 0.
+    """If V = 1, the output is 1, and so is its mean, also where one key holds most of each row; dQ and dK are 0.
 
     No kernel is asked for this bitwise, since the cast of the weights is in the numerator alone. The mean shows what a
     truncating cast, lost mass, or a denominator of other weights take from every row.

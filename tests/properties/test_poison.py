@@ -18,8 +18,8 @@ BLOCKS = 8  # of each size: an allocator hands out again what was freed last, an
 
 @check("properties", grid=grids.allocated)
 def test_allocated_memory(subject: Subject) -> None:
-    """Outputs, accumulators and buffers may be allocated in memory that holds NaN or zeros: the results are bitwise the
-    same.
+    """The results are bitwise the same whether outputs, accumulators and buffers are allocated in memory that holds NaN or
+    zeros.
 
     This shows what is allocated and not written whole: rows of an output, a padded LSE, a sum that begins with 0 times
     what was there.
@@ -36,7 +36,7 @@ def test_allocated_memory(subject: Subject) -> None:
             if differs and subject.varies(case, name, (given, clean[name]), (given, poisoned[name])):
                 subject.judge_answer(poisoned, case, (name,))
                 continue
-            subject.expect_equal(clean[name], poisoned[name], case, name, "NaN in memory that the call was handed to write to changed the result")
+            subject.expect_equal(clean[name], poisoned[name], case, name, "the result changed where memory that the call allocated held NaN")
 
 
 def _handed(subject: Subject, case: Case, given: Inputs, *, poison: bool) -> Answer | None:

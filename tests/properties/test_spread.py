@@ -33,7 +33,7 @@ def test_spread(subject: Subject) -> None:
         for name in TENSORS:
             if name in answer:
                 found = verdict.rms(answer[name].cpu(), getattr(exact, name), getattr(variances, name))
-                expect_rms(subject, case, name, found, f"the errors of {name}")
+                expect_rms(subject, case, name, found, name)
 
 
 def in_general_position(case: Case, arithmetic: Arithmetic) -> bool:

@@ -20,7 +20,7 @@ from flashproof.tests.properties.test_spread import in_general_position
 
 @check("properties", grid=grids.summed, claims=("backward",))
 def test_sums(subject: Subject) -> None:
-    """Columns of dV add up to those of dO; columns of dK, and rows of dS, add up to 0.
+    """Columns of dV have the sums of those of dO; columns of dK, and rows of dS, sum to 0.
 
     The output gradients are made positive, so that their sum is large against its rounding.
     """
@@ -39,9 +39,9 @@ def test_sums(subject: Subject) -> None:
         variances = spread.variances(problem, arithmetic)
         douts = over_groups(in_float64(given.dout), case).sum(dim=2)
         sums = (
-            ("dv", in_float64(answer["dv"]).sum(dim=2), douts, variances.dv_sums, "columns of dV sum as those of dO"),
-            ("dk", in_float64(answer["dk"]).sum(dim=2), torch.zeros_like(douts), variances.dk_sums, "columns of dK sum to 0, as rows of dS do"),
-            ("dq", in_float64(answer["dq"])[..., 0], torch.zeros_like(variances.elements.dq[..., 0]), variances.elements.dq[..., 0], "rows of dS sum to 0"),
+            ("dv", in_float64(answer["dv"]).sum(dim=2), douts, variances.dv_sums, "the sums of the columns of dV"),
+            ("dk", in_float64(answer["dk"]).sum(dim=2), torch.zeros_like(douts), variances.dk_sums, "the sums of the columns of dK, which are 0,"),
+            ("dq", in_float64(answer["dq"])[..., 0], torch.zeros_like(variances.elements.dq[..., 0]), variances.elements.dq[..., 0], "the sums of the rows of dS, which are 0,"),
         )
         for name, got, exact, variance, what in sums:
             expect_rms(subject, case, name, verdict.rms(got.flatten(), exact.flatten(), variance.flatten()), what)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ def test_shifted_scores(subject: Subject) -> None:
 
 @check("stability", grid=grids.spiked, single=False)
 def test_spiked_scores(subject: Subject) -> None:
-    """One score of each row is moved to such a landmark: the answer stays inside the bound."""
+    """One score of each row is moved to where exponentials overflow or underflow: the answer stays inside the bound."""
     for case in subject.cases:
         subject.judge(case, subject.tensors, axes={"score": case.magnitude})
 

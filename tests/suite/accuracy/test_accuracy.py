@@ -109,7 +109,7 @@ def test_a_failure_reads_as_it_should() -> None:
     block = text_of(wrong, given.query, given.key, given.value, dout=given.dout, dq=answer["dq"], **asked(case))
     figures = r"out  bfloat16  rho \d+   error 1, bound \d\.\de-3, sampled"
     place = r"worst at \[batch 0, head 3, query 17, dim 12\]: got -?\d\.\d+, exact -?\d\.\d+"
-    row = r"one of 18 visible keys holds \d+\.?\d* % of the row"
+    row = r"the query sees 18 keys; the largest weight is \d+\.?\d* %"
     passed = r"dq  bfloat16  rho 0\.\d+   error \d\.\de-\d, bound \d\.\de-\d, sampled"
     assert re.fullmatch(rf"{figures}\n{place}\n{row}\n\n{passed}", block), block
 
@@ -190,7 +190,7 @@ def test_tensors_in_the_wrong_place_are_named() -> None:
     assert "in memory of the layout [batch, length, heads, dim]" in text_of(memory, query, query, query)
     out, lse = fa2(query, query, query, return_lse=True)
     lse = lse / math.log(2.0)
-    assert "lse is 1.443 times the exact result, as a logarithm to base 2 is" in text_of(out, query, query, query, lse=lse)
+    assert "lse is 1.443 times the exact result, which makes it a logarithm to base 2" in text_of(out, query, query, query, lse=lse)
 
 
 # ------------------------------------------------------------------------------------------------ what is taken

@@ -89,7 +89,7 @@ def worst(rho: float, **fields: Any) -> Element:
         "exact": 0.4434,
         "error": 0.0313,
         "bound": 0.0313 / rho,
-        "note": "one of 518 visible keys holds 99.8 % of the row",
+        "note": "the query sees 518 keys; the largest weight is 99.8 %",
     }
     return Element(**(defaults | fields))
 

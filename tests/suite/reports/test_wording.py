@@ -54,7 +54,7 @@ def test_a_failure_reads_as_it_should() -> None:
         == """\
 triton.fa2  out  bfloat16  rho 7.3   error 3.1e-2, bound 4.3e-3, certified
 worst at [batch 0, head 3, query 517, dim 12]: got 0.4121, exact 0.4434
-one of 518 visible keys holds 99.8 % of the row
+the query sees 518 keys; the largest weight is 99.8 %
 passes at magnitude 8, fails from 16
 again: pytest --impl triton.fa2 --case 'b1 h4 q1024 k1024 d64 bfloat16 causal spike x30 seed7'"""
     )

@@ -1,0 +1,222 @@
+"""Which other question a wrong answer does answer: another scale, mask, layout, or order of the arguments.
+
+Kernels and their callers take one question for another. The answer then is right, but for the wrong problem, and that
+says more than where it is wrong. The first failure of a check (`subject`) and `flashproof.judge` (`accuracy`) ask here.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from flashproof import judging
+from flashproof.calling import GRADIENTS, TENSORS, TensorName
+from flashproof.impls.spec import Alignment, Arithmetic
+from flashproof.judging import Exact, Judged
+from flashproof.oracles.masks import Dropout, Mask
+from flashproof.oracles.problem import Problem
+from flashproof.reports import wording
+
+Transform = Callable[[Tensor], Tensor]
+_SAMPLE = 256  # queries from which another scale is estimated
+_STEPS = 6  # of that estimate
+_CLOSE = 1e-4  # a scale, or a factor, that is fitted to a wrong answer and nearer to the right one explains nothing
+
+
+@dataclass(frozen=True, eq=False)
+class _Other:
+    """Another question than was asked: its problem, and where its answer stands in the tensors that were given."""
+
+    words: str
+    problem: Problem
+    names: Mapping[TensorName, TensorName] = field(default_factory=dict)  # of a tensor that was given: what it is there
+    view: Transform = lambda tensor: tensor  # of a tensor that was given: as it is there
+    only: tuple[TensorName, ...] = TENSORS  # what can be compared
+    limit: float = 1.0  # of rho
+
+
+def answered(
+    problem: Problem,
+    answer: Mapping[TensorName, Tensor],
+    judged: Sequence[Judged],
+    truth: Exact,
+    claim: Arithmetic,
+) -> str:
+    """Which question the wrong tensors of an answer do answer: "this is the answer without the causal mask".
+
+    judged: the verdicts on tensors of the answer, which stand on one device with the problem. truth: what they were
+    judged by. Empty where nothing failed or nothing is found. Among one key, there is no question.
+    """
+    wrong = [each for each in judged if not each.passed]
+    failed = {name: answer[name] for name in TENSORS if any(each.tensor == name for each in wrong)}
+    if not failed or problem.key.shape[2] == 1 or not all(map(_has_no_nan, failed.values())):
+        return ""
+    # What is fitted to a wrong answer explains it only if it meets it much better.
+    limit = min(1.0, max(each.worst_rho for each in wrong) / 2.0)
+    for other in _others(problem, answer, limit):
+        if met := _met(other, failed, claim):
+            return f"{_subject(met, failed, other)} the answer {other.words}"
+    return _multiple(failed, truth, limit)
+
+
+def _has_no_nan(tensor: Tensor) -> bool:
+    return not bool(tensor.isnan().any())
+
+
+def _subject(met: list[TensorName], failed: Mapping[TensorName, Tensor], other: _Other) -> str:
+    """How the sentence begins: with the names of the tensors that are met, unless these are all that can be."""
+    if all(name in met for name in failed if name in other.only):
+        return "this is"
+    return f"{' and '.join(met)} {'is' if len(met) == 1 else 'are'}"
+
+
+def _met(other: _Other, failed: Mapping[TensorName, Tensor], claim: Arithmetic) -> list[TensorName]:
+    """The wrong tensors that are inside the bounds of the other question. None are unless the first one is."""
+    names = [name for name in failed if name in other.only]
+    parts = [_of_one_key_head(other.problem)]  # most other questions are not met by one head already: sooner known
+    parts += [other.problem] * (other.problem.key.shape[:2] != (1, 1))
+    for problem in parts:
+        if not names:
+            return []
+        truth = judging.exact_of(problem, claim, backward=any(name in GRADIENTS for name in names))
+        met = []
+        for name in names:
+            there = other.names.get(name, name)
+            judged = judging.judge_tensor(_part(problem, there, other.view(failed[name])), there, truth)
+            if judged.passed and judged.worst_rho <= other.limit:
+                met.append(name)
+            elif not met:
+                return []
+        names = met
+    return names
+
+
+def _of_one_key_head(problem: Problem) -> Problem:
+    """The first key head of the first batch, with the query heads that share it."""
+    blocks = problem.mask.blocks
+    return replace(
+        problem,
+        query=problem.query[:1, : problem.groups],
+        key=problem.key[:1, :1],
+        value=problem.value[:1, :1],
+        dout=problem.dout[:1, : problem.groups],
+        mask=replace(problem.mask, blocks=None if blocks is None else blocks[:1, : problem.groups]),
+    )
+
+
+def _part(problem: Problem, name: TensorName, tensor: Tensor) -> Tensor:
+    """What of a tensor belongs to the heads of a problem."""
+    batch, heads = (problem.key if name in ("dk", "dv") else problem.query).shape[:2]
+    return tensor[:batch, :heads]
+
+
+def _others(problem: Problem, answer: Mapping[TensorName, Tensor], limit: float) -> Iterator[_Other]:
+    """The questions that kernels and their callers take for the one that is asked."""
+    mask, (_, heads, queries, _) = problem.mask, problem.query.shape
+    alignments: dict[Alignment, str] = {"top_left": "top left", "bottom_right": "bottom right"}
+    if mask.causal:
+        yield _Other("without the causal mask", replace(problem, mask=replace(mask, causal=None)))
+    for causal, words in alignments.items():
+        if causal != mask.causal and (queries != mask.keys or not mask.causal):
+            yield _Other(
+                f"with the causal mask aligned at the {words}", replace(problem, mask=replace(mask, causal=causal))
+            )
+        if not mask.causal and queries == mask.keys:
+            break  # the two are one mask
+    if mask.blocks is not None:
+        yield _Other("without the block mask", replace(problem, mask=replace(mask, blocks=None)))
+    if problem.dropout.p:
+        yield _Other("without dropout", replace(problem, dropout=Dropout()))
+    yield from _other_scales(problem, answer, limit)
+    if not torch.equal(problem.key, problem.value):
+        swapped: dict[TensorName, TensorName] = {"dk": "dv", "dv": "dk"}
+        yield _Other("with key and value exchanged", replace(problem, key=problem.value, value=problem.key), swapped)
+    yield from _other_layouts(problem)
+    if 1 < problem.groups < heads:
+        repeated = [tensor.repeat(1, problem.groups, 1, 1) for tensor in (problem.key, problem.value)]
+        words = f"with query head h on key head h % {heads // problem.groups}, not h // {problem.groups}"
+        yield _Other(words, replace(problem, key=repeated[0], value=repeated[1]), only=("out", "lse", "dq"))
+
+
+def _other_scales(problem: Problem, answer: Mapping[TensorName, Tensor], limit: float) -> Iterator[_Other]:
+    dim = problem.query.shape[3]
+    known = {"the default scale, 1/sqrt(dim)": 1.0 / math.sqrt(dim), "scale 1": 1.0, "scale 1/dim": 1.0 / dim}
+    for words, scale in known.items():
+        if not math.isclose(scale, problem.scale, rel_tol=1e-12):
+            yield _Other(f"with {words}", replace(problem, scale=scale))
+    found = _fitted_scale(problem, answer)
+    if found is not None and not math.isclose(found, problem.scale, rel_tol=_CLOSE):
+        apart, given = wording.told_apart(found, problem.scale)
+        yield _Other(f"with a scale of {apart}, not {given}", replace(problem, scale=found), limit=limit)
+
+
+def _other_layouts(problem: Problem) -> Iterator[_Other]:
+    """What lies in memory as [batch, length, heads, dim], and is not."""
+    (batch, heads, queries, dim), keys = problem.query.shape, problem.key.shape[2]
+    if heads == 1 or queries == 1 or problem.dropout.p or problem.mask.blocks is not None:
+        return
+
+    def transposed(tensor: Tensor) -> Tensor:
+        return tensor.transpose(1, 2)
+
+    if queries == keys:
+        other = Problem(
+            query=transposed(problem.query),
+            key=transposed(problem.key),
+            value=transposed(problem.value),
+            dout=transposed(problem.dout),
+            scale=problem.scale,
+            mask=Mask(heads, problem.key.shape[1], problem.mask.causal),
+        )
+        yield _Other("over [batch, length, heads, dim]: heads and length are exchanged", other, view=transposed)
+    if heads != queries:
+        yield _Other(
+            "in memory of the layout [batch, length, heads, dim], read as [batch, heads, length, dim]",
+            problem,
+            view=lambda tensor: tensor.reshape(batch, queries, heads, dim).transpose(1, 2),
+            only=("out", "dq"),
+        )
+
+
+def _fitted_scale(problem: Problem, answer: Mapping[TensorName, Tensor]) -> float | None:
+    """The scale at which some rows of an output are best met; None where there is none, or no output.
+
+    Gauss and Newton's method (Nocedal and Wright, Numerical Optimization, 10.3), by
+    d out / d scale = sum_j P_j (s_j - mean s) V_j, with s = Q K^T.
+    """
+    if "out" not in answer or not bool(answer["out"].isfinite().all()) or problem.dropout.p:
+        return None
+    rows = torch.arange(max(0, problem.query.shape[2] - _SAMPLE), problem.query.shape[2], device=problem.query.device)
+    query, key, value = (tensor[0, 0].to(torch.float64) for tensor in (problem.query, problem.key, problem.value))
+    hidden = ~problem.mask.visible(0, 0, rows)
+    products, got, scale = query[rows] @ key.T, answer["out"][0, 0, rows].to(torch.float64), problem.scale
+    for _ in range(_STEPS):
+        weights = torch.softmax((scale * products).masked_fill(hidden, -math.inf), dim=1).nan_to_num(nan=0.0)
+        slope = (weights * (products - (weights * products).sum(dim=1, keepdim=True))) @ value
+        step = ((got - weights @ value) * slope).sum() / slope.square().sum()
+        scale += float(step.clamp(-abs(scale) / 2.0, abs(scale) / 2.0))
+        if not math.isfinite(scale):
+            return None
+    return scale
+
+
+def _multiple(failed: Mapping[TensorName, Tensor], truth: Exact, limit: float) -> str:
+    """Which wrong tensors are multiples of the exact ones, as an lse to base 2, or a gradient without the scale."""
+    said = []
+    for name, wrong in failed.items():
+        exact = getattr(truth.answer, name)
+        tensor = wrong.to(exact.device)
+        kept = exact.isfinite() & tensor.isfinite()
+        numbers, got = (part.to(torch.float64).masked_fill(~kept, 0.0) for part in (exact, tensor))
+        factor = float((got * numbers).sum() / numbers.square().sum())
+        if not math.isfinite(factor) or not factor or math.isclose(factor, 1.0, rel_tol=_CLOSE):
+            continue
+        judged = judging.judge_tensor(tensor, name, truth.times(factor))
+        if not judged.passed or judged.worst_rho > limit:
+            continue
+        is_base_2 = name == "lse" and math.isclose(factor, 1.0 / math.log(2.0), rel_tol=_CLOSE)
+        words = wording.told_apart(factor, 1.0)[0]
+        said.append(f"{name} is {words} times the exact result" + (", which makes it a logarithm to base 2" if is_base_2 else ""))
+    return "; ".join(said)

@@ -1,0 +1,133 @@
+"""Which other question a wrong answer does answer, as the failures of a check say it."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashproof import judging, questions
+from flashproof.cases import Case, inputs
+from flashproof.impls.spec import arithmetic_of_callables
+from flashproof.reports import wording
+from flashproof.reports.record import Judgement, Record
+from flashproof.signatures import of_callable
+from flashproof.subject import Subject
+from flashproof.tests.suite.accuracy.kernels import answered, sdpa
+
+SDPA: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
+ALL = ("out", "dq", "dk", "dv")
+
+
+def scale_1(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
+    """The division by sqrt(dim) is forgotten."""
+    return SDPA(query, key, value, is_causal=is_causal, scale=1.0)
+
+
+def scale_off_by_a_thousandth(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
+    """No output of small scores shows it, but the gradients do."""
+    return SDPA(query, key, value, is_causal=is_causal, scale=1.001 / math.sqrt(query.shape[-1]))
+
+
+def no_mask(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Takes a mask and forgets it."""
+    return SDPA(query, key, value)
+
+
+def bottom_right(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
+    """The alignment of another library."""
+    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+    return SDPA(query, key, value, attn_mask=seen if is_causal else None)
+
+
+def other_layout(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Takes [batch, length, heads, dim]."""
+    turned = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    return SDPA(*turned, is_causal=is_causal).transpose(1, 2)
+
+
+def exchanged(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Key and value in the wrong order."""
+    return SDPA(query, value, key, is_causal=is_causal)
+
+
+SAID: dict[Callable[..., Tensor], tuple[str, str]] = {
+    scale_1: ("causal", "this is the answer with scale 1"),
+    scale_off_by_a_thousandth: ("causal", "this is the answer with a scale of 0.177, not 0.1768"),
+    no_mask: ("causal", "this is the answer without the causal mask"),
+    bottom_right: ("k60 causal", "this is the answer with the causal mask aligned at the bottom right"),
+    other_layout: ("", "this is the answer over [batch, length, heads, dim]: heads and length are exchanged"),
+    exchanged: ("", "this is the answer with key and value exchanged"),
+}
+
+
+def failures(kernel: Callable[..., Tensor], line: str, note: str = "") -> tuple[list[Judgement], int]:
+    """The failures of a check that runs one case twice, and how often it called the kernel."""
+    calls = 0
+
+    def counted(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return kernel(query, key, value, is_causal=is_causal)
+
+    case, records = Case.parse(f"b1 h2 q40 d32 {line}"), list[Record]()
+    implementation = of_callable(counted, kernel.__name__)
+    subject = Subject(implementation, case.dtype, "cpu", "accuracy/forward", [case], run="", emit=records.append)
+    for _ in range(2):
+        answer = subject.attend(case, backward=True)
+        assert answer is not None
+        subject.judge_answer(answer, case, ALL, note=note)  # type: ignore[arg-type]
+    return subject.failures, calls
+
+
+@pytest.mark.parametrize("kernel", SAID, ids=lambda kernel: kernel.__name__)
+def test_the_first_failure_names_the_question(kernel: Callable[..., Tensor]) -> None:
+    line, words = SAID[kernel]
+    found, calls = failures(kernel, line)
+    assert words in wording.failure_block(found[0]).splitlines()
+    assert not any(words in failure.message for failure in found[1:])  # once is enough
+    assert calls == 2  # the answer is looked at again, and no kernel is called for it
+
+
+def test_what_a_check_says_stands_beside_the_question() -> None:
+    found, _ = failures(no_mask, "causal", note="called in some way")
+    block = wording.failure_block(found[0]).splitlines()
+    assert block[-3:-1] == ["called in some way", "this is the answer without the causal mask"]
+    assert found[1].message == "called in some way"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"dq": "no mask"}, "this is the answer without the causal mask"),
+        ({"out": "no mask", "dq": "no mask", "dv": "noise"}, "out and dq are the answer without the causal mask"),
+        ({"out": "no mask", "dk": "noise"}, "out is the answer without the causal mask"),
+        ({"dq": "doubled", "dk": "noise"}, "dq is 2 times the exact result"),
+        ({"dk": "noise"}, ""),
+        ({}, ""),
+    ],
+    ids=str,
+)
+def test_tensors_that_answer_another_question_are_told_from_others(wrong: dict[Any, str], words: str) -> None:
+    case = Case.parse("b2 h2 q40 k40 d32 causal")
+    given, right = answered(sdpa, case)
+    unmasked = answered(lambda *tensors, **keywords: sdpa(*tensors, **keywords | {"is_causal": False}), case)[1]
+    answer = {name: tensor.detach() for name, tensor in right.items()}
+    for name, kind in wrong.items():
+        changes = {"no mask": unmasked[name], "doubled": 2.0 * right[name], "noise": torch.randn(right[name].shape)}
+        answer[name] = changes[kind].detach()
+    claim = arithmetic_of_callables("float32", "cpu")
+    truth = judging.exact(case, claim, "cpu")
+    judged = [judging.judge_tensor(answer[name], name, truth) for name in ALL]  # type: ignore[arg-type]
+    assert questions.answered(given.problem(case), answer, judged, truth, claim) == words  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("line", "query", "words"),
+    [("q1 k1 causal", 0, "the query sees one key"), ("q3 k2 causal-br", 0, "the query sees no key")],
+)
+def test_a_row_of_few_keys_reads_well(line: str, query: int, words: str) -> None:
+    case = Case.parse(f"b1 h1 d8 {line}")
+    assert judging.describe(inputs(case).problem(case), (0, 0, query, 0)) == words
