@@ -175,7 +175,10 @@ def list_(
 
 @app.command()
 def report(
-    records: Annotated[list[Path], typer.Argument(metavar="RECORDS...", help="record files of runs; .gz is unpacked")],
+    records: Annotated[
+        list[Path],
+        typer.Argument(metavar="RECORDS...", help="record files of runs, or folders of them; .gz is unpacked"),
+    ],
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="DIR", help="the folder; DIR/index.html is its first page")
     ],
@@ -183,11 +186,12 @@ def report(
     """Merge the records of several runs or machines into one report."""
     from flashproof.reports.__main__ import merge
 
-    raise Status(merge(records, output, "flashproof report"))
+    raise Status(USAGE_ERROR if merge(records, output, "flashproof report") else 0)
 
 
 def _run(single: bool, **wanted: Any) -> None:
     """Verifies, shows it, and ends with pytest's exit status."""
+    _check(wanted)
     from flashproof.progress import CaseDisplay, Display
     from flashproof.running import Wanted, run
 
@@ -196,6 +200,20 @@ def _run(single: bool, **wanted: Any) -> None:
         status = run(Wanted(**wanted), display)
         display.conclude(status)
     raise Status(status)
+
+
+def _check(wanted: dict[str, Any]) -> None:
+    """Ends at an error on the command line that can be seen without PyTorch, whose import takes a second."""
+    from flashproof import words
+
+    try:
+        option = "--dtype"
+        words.parse_dtypes(wanted.get("dtypes", ()))
+        option = "--device"
+        words.parse_device(wanted.get("device"))
+    except ValueError as error:
+        typer.echo(f"ERROR: {option}: {error}", err=True)
+        raise Status(USAGE_ERROR) from error
 
 
 def main() -> None:

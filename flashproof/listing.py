@@ -108,4 +108,4 @@ def show_checks() -> None:
             layer = check.layer
             console.print(f"[bold]{layer}[/]")
         first = check.says.partition(". ")[0].rstrip(".")
-        console.print(f"  {name.partition('/')[2]}: {first}.", markup=False, soft_wrap=True)
+        console.print(f"  {name}: {first}.", markup=False, soft_wrap=True)

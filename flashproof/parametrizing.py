@@ -6,6 +6,8 @@ from flashproof.registry import check_of
 from flashproof.reports.record import Absence
 from flashproof.session import Session, target_of
 
+NOTHING_SELECTED = "no implementation is selected; pytest --impl TARGET runs the check over one"
+
 
 def parameters(session: Session, metafunc: pytest.Metafunc) -> list[object]:
     """The targets that a check is run for. What is not claimed is recorded, and makes no test."""
@@ -15,6 +17,8 @@ def parameters(session: Session, metafunc: pytest.Metafunc) -> list[object]:
             f"{metafunc.definition.nodeid}: a test that takes `subject` needs @flashproof.check(...)"
         )
     selection = session.selection
+    if not (session.asked or session.is_clone or session.role == "worker"):
+        return [pytest.param(None, id="none", marks=pytest.mark.skip(reason=NOTHING_SELECTED))]
     targets = [target for target in selection.targets if selection.covers(check, target)]
     for target in selection.targets:
         if target in targets or selection.cases or selection.quick:
@@ -42,6 +46,10 @@ def arrange(session: Session, config: pytest.Config, items: list[pytest.Item]) -
         chosen = [item for item in items if target_of(item) is not None]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+    session.chosen = len(items)
+    for item in items:
+        if found := check_of(getattr(item, "function", None)):
+            item.extra_keyword_matches.add(found.name)  # for -k
     if session.orders:
         items.sort(key=session.weight)
     for item in items:
@@ -51,4 +59,14 @@ def arrange(session: Session, config: pytest.Config, items: list[pytest.Item]) -
         if target.missing:
             item.add_marker(pytest.mark.skip(reason=target.missing))
         elif defect := session.defect(check, target):
-            item.add_marker(pytest.mark.xfail(reason=f"{defect['seen']} ({defect['link']})", strict=True))
+            item.add_marker(pytest.mark.xfail(reason=f"{defect.seen} ({defect.link})", strict=True))
+
+
+def check_keyword(session: Session, left: int) -> None:
+    """Raises pytest.UsageError if -k matches no check. left: the tests that it left."""
+    if left or not session.asked or session.chosen == 0 or not (keyword := session.config.option.keyword):
+        return
+    raise pytest.UsageError(
+        f"-k: {keyword!r} matches no check of this run; `flashproof list --checks` lists the names, such as "
+        "accuracy/forward"
+    )

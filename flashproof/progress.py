@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-from collections import Counter
 from types import TracebackType
 from typing import IO
 
@@ -15,7 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from flashproof import quick, summary
+from flashproof import summary
+from flashproof.failures import groups, in_short
 from flashproof.reports import wording
 from flashproof.reports.evidence import DTYPES, TENSORS, size, worst_rho
 from flashproof.reports.record import Judgement, Record
@@ -24,7 +24,6 @@ from flashproof.running import Watcher
 INTERVAL = 10.0  # seconds between two lines of progress where the output is no terminal
 REFRESH = 0.1  # seconds between two pictures of the bar
 WIDTH = 140  # where the output is no terminal
-SHOWN = 10  # failed checks that are listed for each implementation
 
 
 class Display(Watcher):
@@ -37,11 +36,8 @@ class Display(Watcher):
         self.console = Console(file=self.output, highlight=False, soft_wrap=True, width=width)
         self.command = command
         self.judged: dict[tuple[str, str, str], Judgement] = {}  # the worst by implementation, tensor, dtype
-        self.failed: dict[tuple[str, str, str], Judgement] = {}  # the first by implementation, check, dtype
-        self.outcomes: Counter[str] = Counter()
-        self.errors: list[str] = []  # of checks that ended otherwise than by a finding
+        self.failed: dict[str, set[tuple[str, str]]] = {}  # checks and dtypes, by implementation
         self.total = 0
-        self.late = 0  # checks that a quick run had no time for
         self.spoken = self.drawn = time.monotonic()
         self.bar = Progress(
             TextColumn("{task.description}"),
@@ -61,7 +57,7 @@ class Display(Watcher):
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.bar.stop()
+        self._stop()
         self.output.flush()
 
     # ------------------------------------------------------------------------------------------------ while it runs
@@ -74,10 +70,13 @@ class Display(Watcher):
         selection = self.session.selection
         able = [target for target in selection.targets if target.missing is None]
         names = list(dict.fromkeys(target.name for target in able))
-        places = ", ".join(dict.fromkeys(target.device for target in able)) or "no device"
-        dtypes = ", ".join(dtype for dtype in DTYPES if any(target.dtype == dtype for target in able))
+        places = ", ".join(dict.fromkeys(target.device for target in able))
+        dtypes = [dtype for dtype in DTYPES if any(target.dtype == dtype for target in able)]
+        counted = f"counted once for each of {', '.join(dtypes)}" if len(dtypes) > 1 else "".join(dtypes)
+        if not able:
+            return
         what = names[0] if len(names) == 1 else wording.plural(len(names), "implementation")
-        self.console.print(f"{what}: {wording.plural(checks, 'check')}, {dtypes}, on {places}", markup=False)
+        self.console.print(f"{what}: {wording.plural(checks, 'check')}, {counted}, on {places}", markup=False)
         if self.console.is_terminal:
             self.bar.start()
             self.bar.update(self.task, total=checks)
@@ -92,20 +91,14 @@ class Display(Watcher):
             if before is None or size(worst_rho(record)) > size(worst_rho(before)):
                 self.judged[place] = record
         if record.status == "failed":
-            is_first = all(name != record.implementation for name, _, _ in self.failed)
-            self.failed.setdefault((record.implementation, record.check, record.dtype), record)
+            is_first = record.implementation not in self.failed
+            self.failed.setdefault(record.implementation, set()).add((record.check, record.dtype))
             if is_first:
                 self.console.print(Text(f"\n{wording.failure_block(record)}\n", style="red"))
         self._draw()
 
     def ended(self, report: pytest.TestReport) -> None:
         """Counts a check."""
-        xfailed = getattr(report, "wasxfail", None) is not None and report.outcome == "skipped"
-        self.outcomes["known defect" if xfailed else str(report.outcome)] += 1
-        known = any(f"{check.partition('/')[2]}[{name}-{dtype}-" in report.nodeid for name, check, dtype in self.failed)
-        if report.outcome == "failed" and (report.when != "call" or not known):
-            self.errors.append(report.longreprtext)
-        self.late += quick.LATE in str(report.longrepr)
         self.bar.advance(self.task)
         self._draw()
 
@@ -116,36 +109,36 @@ class Display(Watcher):
             self.bar.update(self.task, words=self._words(), refresh=True)
         elif not self.console.is_terminal and now - self.spoken > INTERVAL:
             self.spoken = now
-            done = sum(self.outcomes.values())
+            done = sum(self.session.outcomes.values()) if self.session else 0
             self.console.print(f"{done} of {self.total} checks, {self._words()}", markup=False)
             self.output.flush()
+
+    def _stop(self) -> None:
+        """Takes the bar away. One that never began would leave an empty line."""
+        if self.bar.live.is_started:
+            self.bar.stop()
 
     def _words(self) -> str:
         worst = max(self.judged.values(), key=lambda judged: size(worst_rho(judged)), default=None)
         largest = f", largest rho {_rho(worst)} ({worst.tensor}, {worst.dtype})" if worst else ""
-        return f"{wording.plural(len(self.failed), 'failure')}{largest}"
+        return f"{wording.plural(sum(map(len, self.failed.values())), 'failed check')}{largest}"
 
     # ------------------------------------------------------------------------------------------------ at its end
 
     def conclude(self, status: int) -> None:
         """Says what came of the run, and where its records and report are."""
-        self.bar.stop()
-        if self.session is None:
+        self._stop()
+        if self.session is None or status == pytest.ExitCode.USAGE_ERROR:
             return
-        for error in self.errors:
+        for error in self.session.errors:
             self.console.print(error, style="red", markup=False)
         if status == pytest.ExitCode.INTERRUPTED:
             self.console.print("broken off; what was found so far:", style="yellow")
-        names = list(dict.fromkeys(name for name, _, _ in [*self.judged, *self.failed]))
+        names = list(dict.fromkeys([*(name for name, _, _ in self.judged), *self.failed]))
         for name in names:
             self._conclude(name)
-        for line in summary.last_lines(self.session):
-            self.console.print(line.text, style=line.color or None, markup=False)
-        if self.late:
-            late = wording.plural(self.late, "check")
-            self.console.print(f"{late} did not begin before the time of a quick run was over", style="yellow")
-        self._count(status)
-        for line in summary.places(self.session):
+        lines = [*summary.last_lines(self.session), *summary.places(self.session), summary.verdict(self.session)]
+        for line in lines:
             self.console.print(line.text, style=line.color or None, markup=False)
 
     def _conclude(self, name: str) -> None:
@@ -159,25 +152,9 @@ class Display(Watcher):
                 if any((tensor, dtype) in figures for dtype in dtypes):
                     table.add_row(tensor, *(_cell(figures.get((tensor, dtype))) for dtype in dtypes))
             self.console.print(table)
-        failures = [one for (of, _, _), one in self.failed.items() if of == name]
-        for one in failures[:SHOWN]:
-            told = f"{one.tensor} rho {_rho(one)}" if one.rho is not None else one.message.partition("\n")[0]
-            self.console.print(f"failed: {one.check}, {one.dtype}: {told}", style="red", markup=False)
-        if len(failures) > SHOWN:
-            self.console.print(f"and {len(failures) - SHOWN} more", style="red", markup=False)
-
-    def _count(self, status: int) -> None:
-        words = {"passed": "passed", "failed": "failed", "known defect": "with a known defect", "skipped": "left out"}
-        counts = ", ".join(f"{self.outcomes[key]} {said}" for key, said in words.items() if self.outcomes[key])
-        is_quick = self.session is not None and self.session.clock is not None
-        verdict = "verified" if status == 0 else "not verified"
-        if is_quick and status == 0:
-            verdict = "no fault found by a quick run"
-        self.console.print(
-            f"{verdict}: {wording.plural(sum(self.outcomes.values()), 'check')}{': ' if counts else ''}{counts}",
-            style="green" if status == 0 else "red",
-            markup=False,
-        )
+        failures = self.session.failures if self.session else []
+        for line in in_short(groups([one for one in failures if one.implementation == name])):
+            self.console.print(line, style="red", markup=False)
 
 
 class CaseDisplay(Display):

@@ -7,19 +7,21 @@ fixtures.
 
 import argparse
 import importlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
+    from flashproof import summary
     from flashproof.session import Session
     from flashproof.subject import Recorder, Subject
 
 PACKAGE = Path(__file__).parent
 TESTS = tuple({PACKAGE / "tests", (PACKAGE / "tests").resolve()})
 OPTION = "--impl"
+PLAIN_SUMMARY = "fE"  # pytest's -r where nobody gave it
 VERIFICATION = "flashproof-verification"  # the name of the plugin that is registered once there is something to verify
 
 
@@ -241,10 +243,20 @@ class Verification:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Deals long and short items to the processes of a GPU."""
+        """Deals long and short items to the processes of a GPU. A run that -k left nothing of is an error."""
+        from flashproof.parametrizing import check_keyword
         from flashproof.processes import deal
 
         deal(session)
+        if self.session.role == "main" and self.session.chosen is not None:
+            check_keyword(self.session, len(session.items))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        """The same, where the processes of pytest-xdist collect."""
+        from flashproof.parametrizing import check_keyword
+
+        check_keyword(self.session, len(ids))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -254,12 +266,23 @@ class Verification:
         return run_in_workers(self.session, session)
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self) -> None:
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Begins no further check once the time of a quick run is over."""
-        if self.session.clock and self.session.clock.is_over:
+        from flashproof.registry import check_of
+
+        check = check_of(getattr(item, "function", None))
+        if self.session.clock and check and self.session.clock.leaves_out(check.name):
             from flashproof.quick import LATE
 
             pytest.skip(LATE)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Says what to do where a known defect is gone."""
+        report = yield
+        if str(report.longrepr).startswith("[XPASS(strict)]"):
+            report.longrepr = self.session.gone(item)
+        return report
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
@@ -300,10 +323,33 @@ class Verification:
 
         settle(self.session, session, exitstatus)
 
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Says what was not verified, and where the records and the report are."""
-        from flashproof.summary import last_lines, places
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_terminal_summary(
+        self, terminalreporter: Any, exitstatus: int, config: pytest.Config
+    ) -> Generator[None, None, None]:
+        """Tells the failures in flashproof's words, what was not verified, where the records are, and the verdict."""
+        from flashproof import summary
 
-        if self.session.role == "main" and not self.session.config.option.collectonly:
-            for line in [*last_lines(self.session), *places(self.session)]:
+        session, option = self.session, config.option
+        if session.role != "main" or option.collectonly or exitstatus == pytest.ExitCode.USAGE_ERROR:
+            return (yield)
+
+        def write(lines: "Iterable[summary.Line]") -> None:
+            for line in lines:
                 terminalreporter.write_line(line.text, **({line.color: True} if line.color else {}))
+
+        # Failures are told once, in place of what pytest tells of each check, unless --tb asks for a style of pytest's.
+        before = option.tbstyle, terminalreporter.reportchars
+        if session.asked and option.tbstyle == "auto":
+            write(summary.failures(session))
+            option.tbstyle = "no"
+            if option.reportchars == PLAIN_SUMMARY:
+                terminalreporter.reportchars = before[1].replace("f", "")
+        write(summary.last_lines(session))
+        write(summary.places(session))
+        try:
+            yield
+        finally:
+            option.tbstyle, terminalreporter.reportchars = before
+        if session.asked and not session.times:
+            write([summary.verdict(session)])

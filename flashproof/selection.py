@@ -1,25 +1,16 @@
 """What a run selects: implementations, dtypes, a device and cases; and which cases a check gives to a target."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import get_args
 
 from flashproof import grids, loading, quick, targets
 from flashproof.cases import Case, inputs, not_claimed
-from flashproof.impls.catalogue import close
 from flashproof.impls.spec import DTYPES, Device, Dtype
-from flashproof.registry import Check
+from flashproof.registry import Check, checks
 from flashproof.sandbox.memory import available_memory
 from flashproof.targets import Loaded, Target
 
-ALIASES: dict[str, Dtype] = {
-    "fp32": "float32",
-    "f32": "float32",
-    "fp16": "float16",
-    "f16": "float16",
-    "half": "float16",
-    "bf16": "bfloat16",
-}
 BYTES_OF_A_NUMBER = 40  # while tensors are made: 64-bit random words, their sum, and the other tensors in float64
 
 
@@ -50,6 +41,14 @@ class Selection:
     def is_whole(self) -> bool:
         """Whether nothing narrows what is verified of the implementations."""
         return not (self.cases or self.by_name or self.device or self.quick) and set(self.dtypes) == set(DTYPES)
+
+    def whole(self) -> int:
+        """How many checks a run makes of the implementations that nothing narrows. Each dtype and device counts."""
+        other = copy.copy(self)
+        other.dtypes, other.device, other.cases, other.by_name, other.quick = list(DTYPES), None, [], False, False
+        other.targets = [one for loaded in self.loaded for one in targets.targets_of(loaded, other.dtypes, None)]
+        other._claimed = {}
+        return sum(other.covers(check, target) for check in checks().values() for target in other.targets)
 
     @property
     def external(self) -> list[str]:
@@ -90,23 +89,20 @@ class Selection:
         return [dtype for dtype in self.dtypes if dtype in alike] if target.dtype in alike else []
 
 
-def parse_dtypes(words: Sequence[str]) -> list[Dtype]:
-    """Dtypes by name, or by a usual short form. Raises ValueError for other words."""
-    found: list[Dtype] = []
-    for word in words:
-        name = ALIASES.get(word, word.removeprefix("torch."))
-        if name not in DTYPES:
-            raise ValueError(f"{word!r} is unknown{close(word, [*DTYPES, *ALIASES])}; give {', '.join(DTYPES)}")
-        found.append(next(dtype for dtype in DTYPES if dtype == name))
-    return list(dict.fromkeys(found)) or list(DTYPES)
+def parse_cases(lines: Sequence[str], dtypes: Sequence[Dtype]) -> list[Case]:
+    """Cases, from their lines. A line that names no dtype stands for a case in each of `dtypes`.
 
-
-def parse_device(word: str | None) -> Device | None:
-    """A kind of device. Raises ValueError for other words."""
-    found: Device | None = next((device for device in get_args(Device) if device == word), None)
-    if word and not found:
-        raise ValueError(f"{word!r} is unknown; give {' or '.join(get_args(Device))}")
-    return found
+    Raises what `parse_case` raises.
+    """
+    found: list[Case] = []
+    for line in lines:
+        named = any(word in DTYPES for word in line.split())
+        found += (
+            [parse_case(line)]
+            if named or not dtypes or not line.strip()
+            else [parse_case(f"{line} {dtype}") for dtype in dtypes]
+        )
+    return list(dict.fromkeys(found))
 
 
 def parse_case(line: str) -> Case:

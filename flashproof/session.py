@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-import tomllib
+from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -16,26 +16,31 @@ import pytest
 import torch
 from threadpoolctl import threadpool_limits
 
-from flashproof import judging, quick, search
+from flashproof import defects, judging, quick, search
+from flashproof.defects import Defect
 from flashproof.environment import environment, run_name
 from flashproof.impls.spec import Device, Implementation
 from flashproof.loading import is_external
-from flashproof.registry import Check, check_of
+from flashproof.registry import Check, check_of, checks
 from flashproof.reports import wording
 from flashproof.reports.evidence import size, worst_rho
 from flashproof.reports.record import Absence, Claim, Judgement, Record, append
 from flashproof.sandbox import journal
 from flashproof.sandbox.journal import Journal
 from flashproof.sandbox.worker import Worker
-from flashproof.selection import Selection, parse_case, parse_device, parse_dtypes
-from flashproof.settings import Settings
+from flashproof.selection import Selection, parse_cases
+from flashproof.settings import FOLDER, Settings
 from flashproof.subject import Subject
 from flashproof.targets import Target
+from flashproof.words import parse_device, parse_dtypes
 
 CATALOGUE_DEFECTS = Path(__file__).parent / "tests" / "known_defects.toml"
 TIME_LIMITS: dict[Device, float] = {"cpu": 30.0, "cuda": 120.0}  # a call may compile; the first has twice as long
 PROCESSES_ON_A_GPU = 16  # that share one GPU: they spend most of their time compiling kernels
 NOT_ANSWERED = "not run: {} answers no call"
+GRADIENTS = ("dq", "dk", "dv")
+ENDED_BY = "the check was ended by "  # how the words begin of a check that is itself at fault
+OTHER_PLACE = "give another place by --report or --records, or in [tool.flashproof] of pyproject.toml"
 
 Role = Literal["main", "process", "worker"]  # a process of pytest-xdist; a worker of the pool
 
@@ -58,7 +63,15 @@ class Session:
         self.times: bool = config.getoption("benchmark_only", default=False)  # a run of benchmarks verifies nothing
         self.shown: set[str] = set()  # implementations of which a failure was shown while the run goes on
         self.written = 0
+        self.chosen: int | None = None  # tests that were collected, before -k; None where other processes collect
+        self.status: int | None = None  # the exit status, once the run has ended
+        self.outcomes: Counter[str] = Counter()  # of the checks: passed, failed, known defect, skipped
+        self.reasons: Counter[str] = Counter()  # why checks were skipped
+        self.failures: list[Judgement] = []
+        self.errors: list[str] = []  # of checks that ended otherwise than by a finding
         self.passed: dict[str, int] = {}
+        self.with_gradient: set[tuple[str, str]] = set()  # implementations and dtypes of which a gradient passed
+        self.without_gradient: dict[tuple[str, str], set[str]] = {}  # the cases in which they refused a backward
         self.refused: dict[tuple[str, str], list[str]] = {}  # what an implementation said when it declined, by dtype
         self.left_out: dict[tuple[str, Device], str] = {}  # implementations that answer no call there, and how it ends
         self.found: dict[tuple[str, str], Judgement] = {}  # the worst that a search found, by dtype
@@ -79,16 +92,21 @@ class Session:
             for target in self.selection.targets
             if target.missing
         ]
-        self.defects = self._defects()
+        with named("known defects"):
+            self.defects = defects.read(CATALOGUE_DEFECTS)
+            if own := self.settings.known_defects:
+                defects.check_names(found := defects.read(own))
+                self.defects += found
 
     def _read_options(self) -> None:
         def given(name: str) -> list[str]:
             return getattr(self.config.option, f"flashproof_{name}", None) or []
 
-        with named("--case"):
-            cases = list(dict.fromkeys(map(parse_case, given("case"))))
         with named("--dtype"):
             dtypes = parse_dtypes(given("dtype"))
+        with named("--case"):
+            cases = parse_cases(given("case"), dtypes if given("dtype") else [])
+        with named("--dtype"):
             if others := [case.dtype for case in cases if given("dtype") and case.dtype not in dtypes]:
                 raise ValueError(f"the case is in {others[0]}")
         with named("--device"):
@@ -96,7 +114,7 @@ class Session:
         self.asked = bool(given("impl") or cases)  # a verification: the tests of the suite itself stay out
         by_name = bool(self.config.getoption("keyword")) or any("::" in str(word) for word in self.config.args)
         is_quick = bool(getattr(self.config.option, "flashproof_quick", False)) and not cases
-        self.clock = quick.Clock() if is_quick else None  # of a quick run
+        self.clock = quick.Clock(self.shared / "clock") if is_quick else None  # of a quick run
         with named("--impl"):
             self.selection = Selection(given("impl"), dtypes, device, cases, by_name, is_quick)
         records = getattr(self.config.option, "flashproof_records", None)
@@ -108,17 +126,24 @@ class Session:
         # A quick run would take as long again to write one.
         self.site = Path(report) if report else None if records or self.clock else self.settings.report
 
-    def _defects(self) -> list[dict[str, str]]:
-        files = [CATALOGUE_DEFECTS, self.settings.known_defects]
-        found: list[dict[str, str]] = []
-        for path in files:
-            if path is None or not path.exists():
+    def check_places(self) -> None:
+        """Raises pytest.UsageError if the records or the report cannot be written: before the run, not after it."""
+        for option, folder in (("--records", self.path.parent), ("--report", self.site)):
+            if folder is None:
                 continue
-            try:
-                found += tomllib.loads(path.read_text())["defect"]
-            except (tomllib.TOMLDecodeError, KeyError) as error:
-                raise pytest.UsageError(f"{path}: is no list of [[defect]] tables ({error})") from error
-        return found
+            there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+            shown = os.path.relpath(there)
+            if not there.is_dir():
+                raise pytest.UsageError(f"{option}: {shown} is no folder; {OTHER_PLACE}")
+            if not os.access(there, os.W_OK | os.X_OK):
+                raise pytest.UsageError(f"{option}: the folder {shown} cannot be written to; {OTHER_PLACE}")
+
+    def _make_report_folder(self) -> None:
+        """Makes the folder of the report, if it has the name that nobody chose, one that Git passes over."""
+        folder = self.settings.report
+        if folder.name == FOLDER and not folder.exists() and folder in (self.site, *self.path.parents):
+            folder.mkdir(parents=True)
+            (folder / ".gitignore").write_text("*\n")
 
     # ------------------------------------------------------------------------------------------ beginning and end
 
@@ -131,6 +156,8 @@ class Session:
         share_triton_cache()
         judging.share(self.shared)
         if self.role == "main":
+            if self.asked and not self.times:
+                self.check_places()
             self.shared.mkdir(mode=0o700, parents=True)
         if budget := getattr(self.config.option, "flashproof_search", None):
             with named("--search"):
@@ -165,19 +192,30 @@ class Session:
             observer=self.worker or self.journal,
         )
 
-    def defect(self, check: Check, target: Target) -> dict[str, str] | None:
+    def defect(self, check: Check, target: Target) -> Defect | None:
         """The known defect of an implementation that a check would find. A single case may well pass: it has none."""
         if self.selection.cases:
             return None
         for defect in self.defects:
             if (
-                defect["implementation"] == target.name
-                and defect["device"] == target.device
-                and target.dtype in defect["dtypes"]
-                and check.name in defect["checks"]
+                defect.implementation == target.name
+                and defect.device == target.device
+                and target.dtype in defect.dtypes
+                and check.name in defect.checks
             ):
                 return defect
         return None
+
+    def gone(self, item: pytest.Item) -> str:
+        """What to do about a known defect that a check no longer finds."""
+        target, check = target_of(item), check_of(getattr(item, "function", None))
+        defect = self.defect(check, target) if check and target else None
+        if check is None or target is None or defect is None:
+            return "the test passed, and was expected to fail"
+        return (
+            f"a known defect is gone: {check.name} passes {target.name} in {target.dtype} on {target.device}; "
+            f"take {check.name!r} or {target.dtype!r} out of {defect.place}"
+        )
 
     def weight(self, item: pytest.Item) -> tuple[str | bool | int, ...]:
         """The place of an item in the order of a run."""
@@ -237,6 +275,7 @@ class Session:
     def record(self, record: Record) -> None:
         """Writes a record, behind the environment that the file begins with."""
         if not self.written:
+            self._make_report_folder()
             append(self.path, environment(self.run, whole=self.is_whole, command=self.command))
         append(self.path, record)
         self.written += 1
@@ -244,14 +283,22 @@ class Session:
             listener(record)
         if not isinstance(record, Judgement):
             return
+        of = record.implementation, record.dtype
         if record.status == "passed":
             self.passed[record.implementation] = self.passed.get(record.implementation, 0) + 1
+            if record.tensor in GRADIENTS:
+                self.with_gradient.add(of)
+        if record.status == "failed":
+            self.failures.append(record)
         if record.of_every_call and not self.passed.get(record.implementation):
             # A refusal is of one device; a function that returns no tensor does so on any.
             for device in (record.device,) if record.status == "refused" else get_args(Device):
                 self.left_out.setdefault((record.implementation, device), record.message)
         if record.status == "refused":
-            self.refused.setdefault((record.implementation, record.dtype), []).append(record.message)
+            self.refused.setdefault(of, []).append(record.message)
+            check = checks().get(record.check)
+            if check and "backward" in check.claims:
+                self.without_gradient.setdefault(of, set()).add(record.case)
         if record.check.endswith("_search") and record.rho is not None:
             before = self.found.get((record.implementation, record.dtype))
             if before is None or size(worst_rho(record)) >= size(worst_rho(before)):
@@ -262,10 +309,30 @@ class Session:
         if self.worker:
             hook = self.config.hook
             self.worker.report(hook.pytest_report_to_serializable(config=self.config, report=report))
-        if report.when == "call" and self.role == "main":
+        if self.role != "main":
+            return
+        if report.when == "call":
             for name, text in report.user_properties:
                 if name == "flashproof":
                     self.record(_decoder.decode(str(text)))
+        if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
+            self._count(report)
+
+    def _count(self, report: pytest.TestReport) -> None:
+        """Counts a check that has ended."""
+        is_known = hasattr(report, "wasxfail") and report.outcome == "skipped"
+        self.outcomes["known defect" if is_known else report.outcome] += 1
+        if report.outcome == "skipped" and not is_known:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+            self.reasons[str(reason).removeprefix("Skipped: ")] += 1
+        if report.outcome == "failed" and (report.when != "call" or not self._is_told(report)):
+            self.errors.append(report.longreprtext)
+
+    def _is_told(self, report: pytest.TestReport) -> bool:
+        """Whether a finding tells why a check failed."""
+        told = [one for one in self.failures if not one.message.startswith(ENDED_BY)]
+        found = {(one.check.partition("/")[2], one.implementation, one.dtype) for one in told}
+        return any(f"test_{check}[{name}-{dtype}-" in report.nodeid for check, name, dtype in found)
 
     @contextmanager
     def journalled(self, test: str, subject: Subject) -> Generator[None]:

@@ -32,6 +32,7 @@ from flashproof.calling import (
     go_back,
 )
 from flashproof.cases import Case, Inputs, inputs
+from flashproof.defects import Defect
 from flashproof.impls.spec import Device, Dtype, Implementation
 from flashproof.judging import Judged
 from flashproof.reports import wording
@@ -58,7 +59,7 @@ class Subject:
     cases: list[Case]
     run: str
     emit: Callable[[Record], None]
-    defect: dict[str, str] | None = None  # the entry of known_defects.toml for this check here
+    defect: Defect | None = None  # the entry of known_defects.toml for this check here
     observer: Observer | None = None  # of the calls, in a process that may die of one
     explains: bool = True  # whether the first failure is looked into: what question it answers, where it begins
     failures: list[Judgement] = field(default_factory=list)
@@ -333,7 +334,7 @@ class Subject:
     def unfinished(self) -> Judgement:
         """What is to be recorded, with a case and in words, if this process does not survive the check."""
         about = self._judgement(
-            Case(), "known defect" if self.defect else "failed", link=self.defect["link"] if self.defect else ""
+            Case(), "known defect" if self.defect else "failed", link=self.defect.link if self.defect else ""
         )
         return msgspec.structs.replace(about, case="")
 
@@ -345,7 +346,7 @@ class Subject:
 
     def _emit(self, case: Case, status: Status, **fields: object) -> None:
         if status == "failed" and self.defect:
-            status, fields["message"], fields["link"] = "known defect", self.defect["seen"], self.defect["link"]
+            status, fields["message"], fields["link"] = "known defect", self.defect.seen, self.defect.link
         self.emit(self._judgement(case, status, **fields))
 
     def _record_judged(

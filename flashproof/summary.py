@@ -1,6 +1,8 @@
 """The end of a run: whether everything that was selected is verified, and the last lines."""
 
 import os
+import shlex
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -8,13 +10,16 @@ import msgspec
 import pytest
 import torch
 
-from flashproof import diagnosis, quick
+from flashproof import diagnosis
 from flashproof.cases import not_claimed
-from flashproof.impls.spec import Implementation
-from flashproof.registry import checks
+from flashproof.failures import IN_FULL, groups, in_short, told
+from flashproof.impls.spec import DTYPES, Implementation
 from flashproof.reports import wording
 from flashproof.reports.evidence import worst_rho
 from flashproof.session import Session
+
+ENDS = {"passed": "passed", "failed": "failed", "known defect": "with a known defect", "skipped": "left out"}
+QUICK = "quick: each check had a share of its cases, and there was no search; without --quick the kernel is verified"
 
 
 class Line(NamedTuple):
@@ -53,6 +58,85 @@ def settle(session: Session, tests: pytest.Session, exitstatus: int) -> None:
     passed = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
     if session.asked and not session.times and passed and unverified(session):
         tests.exitstatus = pytest.ExitCode.TESTS_FAILED
+    session.status = int(tests.exitstatus)
+
+
+def verdict(session: Session) -> Line:
+    """The last line of a run: what it says of the implementations, of how many checks, and how these ended.
+
+    A check counts once for each dtype and device. Only a run that nothing narrows verifies an implementation.
+    """
+    passed, narrowed = session.status == pytest.ExitCode.OK, narrowing(session)
+    ended, whole = session.outcomes.total(), session.selection.whole()
+    said = "passed" if narrowed else "verified"
+    if session.clock:
+        said = "no fault found by a quick run,"
+    forward = forward_only(session)
+    reached = {(target.name, target.dtype) for target in session.selection.targets if session.passed.get(target.name)}
+    if forward:
+        said += " forward only" if reached <= set(forward) else " in part forward only"
+    words = f"{said.rstrip(',') if passed else 'not verified'}: {wording.plural(ended, 'check')}"
+    if narrowed:
+        words = words.partition(": ")[0] + f": {ended:,} of {wording.plural(max(ended, whole), 'check')}"
+        words += f", narrowed by {', '.join(narrowed)}"
+    counts = [f"{session.outcomes[key]:,} {how}" for key, how in ENDS.items() if session.outcomes[key]]
+    words += f": {', '.join(counts)}" if counts else ""
+    words += f" ({_reasons(session)})" if session.reasons else ""
+    if forward:
+        cases = wording.plural(sum(len(session.without_gradient[of]) for of in forward), "case")
+        words += f"; {cases} refused a backward, and no gradient was judged"
+        words += "" if reached <= set(forward) else f" of {_listed(forward)}"
+    return Line(words, "green" if passed else "red")
+
+
+def narrowing(session: Session) -> list[str]:
+    """What makes a run less than the whole verification of its implementations, as the user gave it."""
+    selection, options = session.selection, session.config.option
+    found = ["--quick"] if session.clock else []
+    found += ["--case"] if selection.cases else []
+    found += [f"-k {shlex.quote(options.keyword)}"] if options.keyword else []
+    if not selection.cases and set(selection.dtypes) != set(DTYPES):
+        found += [f"--dtype {dtype}" for dtype in selection.dtypes]
+    found += [f"--device {selection.device}"] if selection.device else []
+    found += ["the paths that were given"] if session.config.args_source is pytest.Config.ArgsSource.ARGS else []
+    found += [] if found or session.is_whole else ["options of pytest"]
+    if session.clock or selection.cases or session.outcomes.total() < session.selection.whole():
+        return found
+    return []
+
+
+def forward_only(session: Session) -> list[tuple[str, str]]:
+    """Implementations and dtypes that refused every backward, so that their output alone was verified."""
+    return [of for of in session.without_gradient if of not in session.with_gradient and session.passed.get(of[0])]
+
+
+def _listed(pairs: list[tuple[str, str]]) -> str:
+    return "; ".join(f"{name}, {', '.join(dtype for of, dtype in pairs if of == name)}" for name in dict(pairs))
+
+
+def _reasons(session: Session) -> str:
+    """Why checks were left out: each reason, most frequent first. All refusals are one reason."""
+    found: Counter[str] = Counter()
+    for reason, count in session.reasons.items():
+        head, colon, _ = reason.partition(": ")
+        found[head if colon and head in ("refused", "nothing to judge", "not run") else reason] += count
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{count:,} {reason}" for reason, count in found.most_common())
+
+
+def failures(session: Session) -> Iterator[Line]:
+    """The failures of each implementation: a few in full, and a line for others."""
+    for error in session.errors:
+        yield Line(error, "red")
+    for name in dict.fromkeys(one.implementation for one in session.failures):
+        alike = groups([one for one in session.failures if one.implementation == name])
+        for group in alike[:IN_FULL]:
+            yield Line("")
+            yield from (Line(line, "red") for line in told(group).splitlines())
+        yield from (Line(line, "red") for line in in_short(alike[IN_FULL:]))
+    if session.failures:
+        yield Line("")
 
 
 def last_lines(session: Session) -> Iterator[Line]:
@@ -60,7 +144,7 @@ def last_lines(session: Session) -> Iterator[Line]:
     if session.asked and not session.times:
         yield from _verdict(session)
     if session.clock:
-        yield Line(quick.left_out(len(checks())), "yellow")
+        yield Line(QUICK, "yellow")
     searched = getattr(session.config.option, "flashproof_search", None)
     for (name, dtype), found in session.found.items() if searched else ():
         of = f", {found.worst.note}" if found.worst and found.status == "passed" else ""
@@ -134,17 +218,24 @@ def reason(session: Session, name: str) -> str:
     if missing:
         return missing[0]
     implementation = next((loaded.implementation for loaded in selection.loaded if loaded.name == name), None)
-    if implementation is None:
-        return "no case passed"
-    supports = implementation.supports
+    if implementation and (unclaimed := _unclaimed(session, implementation)):
+        return f"does not claim {unclaimed}"
+    if failed := sum(one.implementation == name for one in session.failures):
+        return f"{wording.plural(failed, 'failure')}, and no case passed"
+    if any(of == name for of, _ in session.refused):
+        return "it refused every case"
+    return "no case passed" if session.outcomes else "no check has a case for it"
+
+
+def _unclaimed(session: Session, implementation: Implementation) -> str:
+    """What was asked for that an implementation does not claim. Empty if it claims all of it."""
+    selection, supports = session.selection, implementation.supports
     features = [feature for case in selection.cases if (feature := not_claimed(case, supports))]
     if features:
-        return f"does not claim the case: {', '.join(dict.fromkeys(features))}"
+        return f"the case: {', '.join(dict.fromkeys(features))}"
     if selection.device and selection.device not in supports.devices:
-        return f"does not claim {selection.device}"
-    if not set(selection.dtypes) & set(supports.dtypes):
-        return f"does not claim {', '.join(selection.dtypes)}"
-    return "no case passed"
+        return selection.device
+    return "" if set(selection.dtypes) & set(supports.dtypes) else ", ".join(selection.dtypes)
 
 
 def _ending(words: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashproof import loading
+from flashproof import failures, loading
 from flashproof.impls.catalogue import CATALOGUE
 from flashproof.impls.spec import Implementation
 from flashproof.reports import wording
@@ -33,7 +33,6 @@ from flashproof.signatures import of_callable
 
 PR_SET_PDEATHSIG = 1
 PATIENCE = 10.0  # seconds for a child to end after Ctrl-C, with what it found
-SHOWN = 3  # failures that the text of a result tells in full
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,9 @@ class Result:
     """What came of a verification.
 
     `verified` is true only if nothing failed and something passed of all that was selected: the exit status 0 of
-    `pytest --impl`. After a quick run it says only that this run found no fault.
+    `pytest --impl`. `verdict` says what that is worth: after a run that `cases`, `dtypes`, `device` or `quick`
+    narrowed, only a part of the checks passed. `forward_only` is true if the function refused every backward, so that
+    its output alone was verified.
     """
 
     target: str
@@ -55,33 +56,32 @@ class Result:
     records: Path | None  # the file, if one was asked for
     report: Path | None  # its first page, if one was asked for
     said: tuple[str, ...] = field(default=())  # further lines of the run, such as what is not claimed
+    verdict: str = ""  # the last line of the run: "verified: 112 checks: 110 passed, 2 left out (nothing to judge)"
+    forward_only: bool = False  # whether no gradient was verified in any dtype, because every backward was refused
     again: bool = True  # whether the command that a failure names can repeat it: the target can be loaded by its name
 
     def __bool__(self) -> bool:
         return self.verified
 
     def __str__(self) -> str:
-        verdict = "verified" if self.verified else "not verified"
-        if self.quick and self.verified:
-            verdict = "no fault found by a quick run"
-        lines = [f"{self.target}: {verdict}: {wording.plural(self.checks, 'check')}"]
+        lines = [f"{self.target}: {self.verdict}"]
         if largest := max(self.worst.values(), key=lambda one: size(worst_rho(one)), default=None):
             lines[0] += f", largest rho {wording.rho(worst_rho(largest))} ({largest.tensor}, {largest.dtype})"
         lines += [f"not verified: {name} ({why})" for name, why in self.unverified.items()]
-        told: dict[tuple[str, str], Judgement] = {}
-        for failure in self.failures:
-            told.setdefault((failure.check, failure.dtype), failure)
-        for failure in list(told.values())[:SHOWN]:
-            lines += ["", self._block(failure)]
-        if rest := len(self.failures) - min(len(told), SHOWN):
-            lines += ["", f"and {wording.plural(rest, 'more failure')}"]
+        alike = failures.groups(self.failures)
+        for group in alike[: failures.IN_FULL]:
+            lines += ["", self._told(group)]
+        if len(alike) > failures.IN_FULL:
+            lines += ["", *failures.in_short(alike[failures.IN_FULL :])]
         return "\n".join([*lines, *self.said])
 
-    def _block(self, failure: Judgement) -> str:
-        block = wording.failure_block(failure)
+    def _told(self, group: Sequence[Judgement]) -> str:
+        words = failures.told(group)
         if self.again:
-            return block
-        return f"{block.rpartition('again: ')[0]}again: flashproof.verify(..., cases=[{failure.case!r}])"
+            return words
+        before, _, behind = words.rpartition("again: ")
+        call = f"again: flashproof.verify(..., cases=[{group[0].case!r}])"
+        return f"{before}{call}{''.join(behind.partition(chr(10))[1:])}"
 
     def raise_for_failures(self) -> None:
         """Raises AssertionError with the text of the result, unless it is verified."""
@@ -174,26 +174,25 @@ def _qualified(target: object) -> str:
 # ----------------------------------------------------------------------------------------------------- the processes
 
 
-class _Counter(Watcher):
-    """Counts the checks."""
+class _Silent(Watcher):
+    """Shows nothing."""
 
     command = "flashproof.verify"
-    checks = 0
-
-    def ended(self, report: pytest.TestReport) -> None:
-        """One more, unless it was left out."""
-        self.checks += report.outcome != "skipped" or hasattr(report, "wasxfail")
 
 
 def _work(wanted: Wanted, folder: Path) -> None:
     """Verifies in this process, writes the report if one is asked for, and leaves the outcome in the folder."""
     from flashproof import summary
 
-    counter = _Counter()
-    status = run(wanted, counter)
-    outcome: dict[str, Any] = {"status": status, "checks": counter.checks, "unverified": {}, "said": [], "report": None}
-    if session := counter.session:
+    watcher = _Silent()
+    status = run(wanted, watcher)
+    outcome: dict[str, Any] = {"status": status, "checks": 0, "unverified": {}, "said": [], "report": None}
+    outcome |= {"verdict": "", "forward_only": False}
+    if session := watcher.session:
         if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            outcome["checks"] = session.outcomes.total() - session.outcomes["skipped"]
+            outcome["verdict"] = summary.verdict(session).text
+            outcome["forward_only"] = bool(session.without_gradient) and not session.with_gradient
             outcome["unverified"] = {name: summary.reason(session, name) for name in summary.unverified(session)}
             lines = [line.text for line in summary.last_lines(session)]
             outcome["said"] = [line for line in lines if not line.startswith("not verified: ")]
@@ -401,5 +400,7 @@ def _result(name: str, wanted: Wanted, outcome: dict[str, Any], folder: Path, *,
         records=None if path.is_relative_to(folder) else path,
         report=Path(outcome["report"]) if outcome["report"] else None,
         said=tuple(outcome["said"]),
+        verdict=outcome["verdict"],
+        forward_only=outcome["forward_only"],
         again=importable,
     )

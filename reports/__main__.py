@@ -17,11 +17,22 @@ def merge(records: Sequence[Path], output: Path, program: str = PROGRAM) -> int:
     except ImportError as error:
         return _fail(program, f"{error.name} is not installed; pip install 'flashproof[report]' installs it")
     try:
-        index = write_site(records, output)
+        index = write_site(files_of(records), output)
     except (OSError, ValueError) as error:
         return _fail(program, str(error))
     print(index)
     return 0
+
+
+def files_of(places: Sequence[Path]) -> list[Path]:
+    """The record files among files and folders: of a folder, all below it. Raises ValueError for one that holds none."""
+    found: list[Path] = []
+    for place in places:
+        inside = [path for path in sorted(place.rglob("*")) if path.name.endswith((".jsonl", ".jsonl.gz"))]
+        if place.is_dir() and not inside:
+            raise ValueError(f"{place}: is a folder that holds no records (*.jsonl, *.jsonl.gz)")
+        found += inside if place.is_dir() else [place]
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         type=Path,
         metavar="RECORDS",
-        help="record files (JSON lines), as a run writes them",
+        help="record files (JSON lines), as a run writes them, or folders of them",
     )
     parser.add_argument(
         "-o",

@@ -1,0 +1,35 @@
+"""Words of the command line that name a dtype or a device. They are read without PyTorch."""
+
+from collections.abc import Sequence
+from typing import get_args
+
+from flashproof.impls.catalogue import close
+from flashproof.impls.spec import DTYPES, Device, Dtype
+
+ALIASES: dict[str, Dtype] = {
+    "fp32": "float32",
+    "f32": "float32",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+}
+
+
+def parse_dtypes(words: Sequence[str]) -> list[Dtype]:
+    """Dtypes by name, or by a usual short form. Raises ValueError for other words."""
+    found: list[Dtype] = []
+    for word in words:
+        name = ALIASES.get(word, word.removeprefix("torch."))
+        if name not in DTYPES:
+            raise ValueError(f"{word!r} is unknown{close(word, [*DTYPES, *ALIASES])}; give {', '.join(DTYPES)}")
+        found.append(next(dtype for dtype in DTYPES if dtype == name))
+    return list(dict.fromkeys(found)) or list(DTYPES)
+
+
+def parse_device(word: str | None) -> Device | None:
+    """A kind of device. Raises ValueError for other words."""
+    found: Device | None = next((device for device in get_args(Device) if device == word), None)
+    if word and not found:
+        raise ValueError(f"{word!r} is unknown; give {' or '.join(get_args(Device))}")
+    return found
