@@ -372,3 +372,16 @@ def _laid_out(tensor: Tensor, layout: Layout, device: str | torch.device, outsid
         case "mixed":
             raise ValueError("layout: mixed is of four tensors, not of one")
     return view.copy_(tensor)
+
+
+def laid_out_as(like: Tensor, values: Tensor) -> Tensor:
+    """The values in memory like that of another tensor of their shape: equal strides, equal place in an equal buffer.
+
+    Compilers choose code by all of these. Calls whose bits are compared get tensors that differ in nothing but values.
+    Entries that share memory cannot hold different values; then the values are returned as they are.
+    """
+    buffer = torch.empty(0, dtype=like.dtype, device=like.device).set_(like.untyped_storage()).clone()
+    view = buffer.as_strided(like.shape, like.stride(), like.storage_offset())
+    shared = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in like.stride())
+    view[shared].copy_(values[shared])
+    return view if 0 not in like.stride() or torch.equal(view, values) else values

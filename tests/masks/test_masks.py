@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from flashproof import grids
-from flashproof.cases import Case, Inputs, inputs
+from flashproof.cases import Case, Inputs, inputs, laid_out_as
 from flashproof.registry import check
 from flashproof.subject import FORWARD, Subject
 
 
 @check("masks", grid=grids.masked, single=False)
 def test_masked(subject: Subject) -> None:
-    """Causal masks of both alignments and block masks are inside the bound, with fewer, as many and more queries than keys."""
+    """Under causal masks of both alignments and block masks, the answer is inside the bound, with fewer, as many and more
+    queries than keys."""
     for case in subject.cases:
         subject.judge(case, subject.tensors)
 
@@ -51,12 +52,13 @@ def _replace_hidden(subject: Subject, *, large: bool) -> None:
         plain = replace_tensors(given, given.key, given.value, dout)
         hidden = ~seen[..., None]
         magnitude = 100.0 if large else math.nan
-        other = replace_tensors(given, torch.where(hidden, magnitude, given.key), torch.where(hidden, -30.0 * magnitude, given.value), dout)
+        key, value = torch.where(hidden, magnitude, given.key), torch.where(hidden, -30.0 * magnitude, given.value)
+        other = replace_tensors(given, laid_out_as(given.key, key), laid_out_as(given.value, value), dout)
         first = subject.attend(case, backward=backward, given=plain)
         second = subject.attend(case, backward=backward, given=other)
         if first is None or second is None:
             continue
-        message = f"{'large values' if large else 'NaN'} in keys and values that no query sees changed what these queries answer"
+        message = f"{'large values' if large else 'NaN'} in hidden keys and values changed the answer of queries that do not see them"
         for name in subject.tensors if large else (*FORWARD, "dq"):
             if name not in first:
                 continue
@@ -138,8 +140,8 @@ def test_alignments(subject: Subject) -> None:
         if case.queries == case.keys:
             if not torch.equal(first["out"], second["out"]) and subject.varies(case, "out", (given, first["out"])):
                 continue  # no two runs agree, and each is inside the bound: masks/masked sees to it
-            subject.expect_equal(first["out"], second["out"], case, "out", "with queries == keys the two alignments are one mask, and they differ")
+            subject.expect_equal(first["out"], second["out"], case, "out", "where queries == keys both alignments are the same mask, but the answers differ")
         else:
             subject.expect(
-                not torch.equal(first["out"], second["out"]), case, "with queries != keys the two alignments are two masks, and they give one answer"
+                not torch.equal(first["out"], second["out"]), case, "where queries != keys the alignments are two masks, but the answers are the same"
             )

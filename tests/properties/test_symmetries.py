@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashproof import grids
 from flashproof.calling import TensorName
-from flashproof.cases import Case, Inputs, inputs
+from flashproof.cases import Case, Inputs, inputs, laid_out_as
 from flashproof.impls.spec import Dtype
 from flashproof.registry import check
 from flashproof.subject import Subject
@@ -19,7 +19,7 @@ FACTORS: dict[Dtype, tuple[float, float]] = {"float32": (2.0**20, 2.0**-40), "bf
 
 @check("properties", grid=grids.scaled_values)
 def test_power_of_two(subject: Subject) -> None:
-    """V times a power of two multiplies the output, dQ and dK by it, bitwise; dO does the same to all gradients.
+    """If V is multiplied by a power of two, so are the output, dQ and dK, bit for bit; if dO is, so are all gradients.
 
     K times a power of two, and Q divided by it, give the same scores: dQ is multiplied by it, and dK divided. Every
     operation on these tensors is a product or a sum, and rounding commutes with a power of two, apart from underflow,
@@ -30,17 +30,21 @@ def test_power_of_two(subject: Subject) -> None:
         given = inputs(case, subject.device)
         factor = FACTORS[case.dtype][number % 2]
         first = None if case.dtype == "float16" else answer_to(subject, case, given)
+        query, key, value, dout = given.query, given.key, given.value, given.dout
+        values = replace(given, value=laid_out_as(value, value * factor))
+        gradients = replace(given, dout=laid_out_as(dout, dout * factor))
+        keys = replace(given, key=laid_out_as(key, key * factor), query=laid_out_as(query, query / factor))
         multiples: tuple[tuple[str, Inputs, dict[TensorName, float]], ...] = (
-            ("values", replace(given, value=given.value * factor), {"out": factor, "dq": factor, "dk": factor}),
-            ("output gradients", replace(given, dout=given.dout * factor), {"dq": factor, "dk": factor, "dv": factor}),
-            ("keys, and queries by its inverse,", replace(given, key=given.key * factor, query=given.query / factor), {"dq": factor, "dk": 1.0 / factor}),
+            (f"values are multiplied by {factor:g}", values, {"out": factor, "dq": factor, "dk": factor}),
+            (f"output gradients are multiplied by {factor:g}", gradients, {"dq": factor, "dk": factor, "dv": factor}),
+            (f"keys are multiplied by {factor:g} and queries divided by it", keys, {"dq": factor, "dk": 1.0 / factor}),
         )
         for what, other, factors in multiples:
             second = answer_to(subject, case, other)
             if second is None:
                 continue
             if first is None:
-                expect_inside_bound(subject, case, second, other, f"{what} times {factor:g}")
+                expect_inside_bound(subject, case, second, other, what)
                 continue
             for name in first.tensors:
                 if name not in second:
@@ -49,7 +53,7 @@ def test_power_of_two(subject: Subject) -> None:
                 if not torch.equal(expected, in_float64(second[name])) and subject.varies(case, name, (given, first[name]), (other, second[name])):
                     subject.judge_answer(second, case, (name,), given=other)
                     continue
-                subject.expect_equal(expected, in_float64(second[name]), case, name, f"{what} times {factor:g}, against the answer times it")
+                subject.expect_equal(expected, in_float64(second[name]), case, name, f"where {what}, the result is not the plain one times its power of two")
 
 
 def _has_room(case: Case) -> bool:
@@ -112,7 +116,7 @@ def test_batch_and_heads(subject: Subject) -> None:
                 continue
             for name in first.tensors:
                 here = first[name][entries][:, groups if name in ("dk", "dv") else heads] if other is moved else first[name][-1:]
-                subject.expect_equal(here, answer[name], case, name, f"the answer is another where {what}")
+                subject.expect_equal(here, answer[name], case, name, f"the answer changes where {what}")
 
 
 def _taken(given: Inputs, entries: Tensor, heads: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,0 +1,70 @@
+"""A right kernel may run other code for tensors of another form, as what torch.compile makes does. The checks that compare bits leave it in peace."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashproof import registry
+from flashproof.cases import Case, inputs, laid_out_as
+from flashproof.signatures import of_callable
+from flashproof.tests.suite.mutants import trial
+
+Form = tuple[tuple[int, ...], tuple[int, ...], int, int]
+
+
+def form(tensor: Tensor) -> Form:
+    """All but the values: shape, strides, place in the buffer, alignment in memory."""
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.data_ptr() % 64
+
+
+class Compiled:
+    """Runs one of two right ways for each new form of its tensors, in turn: in float32, and in float64. Their bits differ."""
+
+    def __init__(self) -> None:
+        self.forms: list[tuple[Form, ...]] = []
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
+        forms = (form(query), form(key), form(value))
+        if forms not in self.forms:
+            self.forms.append(forms)
+        dtype = (torch.float32, torch.float64)[self.forms.index(forms) % 2]
+        scores = query.to(dtype) @ key.to(dtype).mT / math.sqrt(query.shape[-1])
+        if is_causal:
+            scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -math.inf)
+        return (torch.softmax(scores, dim=-1) @ value.to(dtype)).to(query.dtype)
+
+
+@pytest.mark.parametrize("check", ["masks/hidden_keys_change_nothing", "masks/memory_outside_changes_nothing", "properties/power_of_two"])
+def test_code_may_depend_on_the_form_of_tensors(check: str) -> None:
+    outcome = trial.ask(registry.checks()[check], of_callable(Compiled(), "compiled"), "float32")
+    assert outcome.verdict == "accepted", outcome
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "offset", "transposed", "columns", "sliced", "mixed"])
+def test_other_values_in_memory_of_the_same_form(layout: str) -> None:
+    """Strides, place and surroundings are those of the other tensor, whose memory stays as it is."""
+    given = inputs(Case.parse(f"b2 h2 q5 k7 d16 {layout}"))
+    for tensor in (given.query, given.key, given.value, given.dout):
+        before, values = tensor.clone(), 2.0 * tensor
+        found = laid_out_as(tensor, values)
+        assert torch.equal(found, values)
+        assert form(found)[:3] == form(tensor)[:3]
+        assert torch.equal(tensor, before)
+        assert count_nan(found) == count_nan(tensor) > 0
+
+
+def count_nan(tensor: Tensor) -> int:
+    """In the whole buffer of a tensor."""
+    return int(torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).isnan().sum())
+
+
+def test_values_of_entries_that_share_memory() -> None:
+    """Those that are equal share memory again. Those that differ cannot."""
+    key = inputs(Case.parse("b2 h2 q5 k7 d16 expanded")).key
+    doubled, apart = laid_out_as(key, 2.0 * key), 2.0 * key
+    apart[0] += 1.0
+    assert torch.equal(doubled, 2.0 * key)
+    assert doubled.stride() == key.stride()
+    assert torch.equal(laid_out_as(key, apart), apart)
