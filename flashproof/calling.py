@@ -414,7 +414,9 @@ def _failed_forward(error: BaseException, implementation: Implementation, inputs
     might = implementation.bare and not is_answered and (declines(error) or isinstance(error, AttributeError))
     if might and diagnosis.works_on_arrays(implementation.attention, *tensors):
         words = f"it works on NumPy arrays, and was given tensors ({told(error)})"
-        return Fault(f"{words}; {diagnosis.converting(implementation.name)}", of_every_call=True)
+        return Fault(
+            f"{words}; {diagnosis.converting(implementation.attention, implementation.name)}", of_every_call=True
+        )
     if not declines(error):
         return fault
     needs_gpu = not inputs.query.is_cuda and diagnosis.needs_gpu(error)
@@ -441,7 +443,10 @@ def _outputs(returned: object, implementation: Implementation, case: Case, input
     tensors: dict[TensorName, Tensor] = {}
     for (name, (size, dtype)), value in zip(expected.items(), values, strict=True):
         if not isinstance(value, Tensor):
-            raise Fault(f"{name} is {diagnosis.not_a_tensor(value, implementation.name)}", of_every_call=True)
+            raise Fault(
+                f"{name} is {diagnosis.not_a_tensor(value, implementation.attention, implementation.name)}",
+                of_every_call=True,
+            )
         if tuple(value.shape) != size:
             raise Fault(f"{name} has shape {list(value.shape)}, not {list(size)}")
         if value.dtype != dtype:

@@ -14,6 +14,9 @@ from pathlib import Path
 import numpy
 from torch import Tensor
 
+from flashproof import wrapping
+from flashproof.signatures import parameters_of
+
 # How a kernel words that it runs on a GPU alone, as PyTorch, Triton and their users do.
 GPU_ALONE = re.compile(r"cuda|nvidia|\bgpus?\b|active drivers|cpu tensor", re.IGNORECASE)
 SHOWN = 4  # elements of a tuple that are named
@@ -76,28 +79,21 @@ def works_on_arrays(attention: Callable[..., object], query: Tensor, key: Tensor
     return False
 
 
-def converting(name: str) -> str:
+def converting(attention: Callable[..., object], name: str) -> str:
     """What would do in place of a function that works on NumPy arrays."""
-    arrays = "(x.detach().numpy() for x in (query, key, value))"
-    return (
-        "give a function that converts them, which is verified forward only: "
-        f"def attention(query, key, value): return torch.from_numpy({_short(name)}(*{arrays}))"
-    )
+    wrapper = wrapping.of_arrays(parameters_of(attention), name)
+    return f"only its forward can be verified; {wrapping.advice(wrapper, name)}"
 
 
-def not_a_tensor(returned: object, name: str) -> str:
+def not_a_tensor(returned: object, attention: Callable[..., object], name: str) -> str:
     """What the function of a name returned in place of a tensor, and what would do."""
-    call = f"{_short(name)}(query, key, value)"
+    words, parameters = f"{_kind(returned)}, not a tensor", parameters_of(attention)
     if isinstance(returned, numpy.ndarray):
-        better = f"return torch.from_numpy({call})"
-    elif isinstance(returned, tuple) and returned and isinstance(returned[0], Tensor):
-        better = f"return {call}[0]"
-    else:
-        return f"{_kind(returned)}, not a tensor; give a function that returns the output"
-    advice = f"give a function that returns the output alone: def attention(query, key, value): {better}"
-    if isinstance(returned, tuple):
-        advice += ". A function with a parameter return_lse returns (out, lse) where that is True"
-    return f"{_kind(returned)}, not a tensor; {advice}"
+        return f"{words}; {wrapping.advice(wrapping.to_array(parameters, name), name)}"
+    if isinstance(returned, tuple) and returned and isinstance(returned[0], Tensor):
+        # A function with a parameter return_lse returns (out, lse) only where that is True.
+        return f"{words}; {wrapping.advice(wrapping.first_of_tuple(parameters, name), name)}"
+    return f"{words}; give a function that returns the output"
 
 
 def _kind(value: object) -> str:
@@ -106,8 +102,3 @@ def _kind(value: object) -> str:
         kinds = ["None" if element is None else type(element).__name__ for element in value[:SHOWN]]
         return f"a tuple ({', '.join(kinds)}{', ...' if len(value) > SHOWN else ''})"
     return "None" if value is None else type(value).__name__
-
-
-def _short(name: str) -> str:
-    """The attribute of a name."""
-    return name.rpartition(":")[2]

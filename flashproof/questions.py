@@ -218,5 +218,8 @@ def _multiple(failed: Mapping[TensorName, Tensor], truth: Exact, limit: float) -
             continue
         is_base_2 = name == "lse" and math.isclose(factor, 1.0 / math.log(2.0), rel_tol=_CLOSE)
         words = wording.told_apart(factor, 1.0)[0]
-        said.append(f"{name} is {words} times the exact result" + (", which makes it a logarithm to base 2" if is_base_2 else ""))
+        said.append(
+            f"{name} is {words} times the exact result"
+            + (", which makes it a logarithm to base 2" if is_base_2 else "")
+        )
     return "; ".join(said)

@@ -5,27 +5,19 @@ of `torch.ops`, a builtin whose docstring begins with its signature.
 """
 
 import ast
+import functools
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from flashproof import wrapping
 from flashproof.impls.spec import Implementation, Supports, arithmetic_of_callables
 
 Kind = inspect.Parameter
-# The keywords of the attention call that flashproof knows, and what each is when it changes nothing.
-NEUTRAL = {
-    "is_causal": "False",
-    "causal_alignment": "'top_left'",
-    "scale": "None",
-    "enable_gqa": "False",
-    "block_mask": "None",
-    "dropout_p": "0.0",
-    "dropout_seed": "0",
-    "return_lse": "False",
-}
 
 
 def of_callable(attention: object, name: str) -> Implementation:
@@ -65,6 +57,34 @@ def of_callable(attention: object, name: str) -> Implementation:
     )
 
 
+def parameters_of(attention: Callable[..., object]) -> list[Kind]:
+    """The parameters of a callable, as far as they can be read."""
+    with suppress(TypeError):
+        return _parameters(attention, "")
+    return []
+
+
+def never_given(implementation: Implementation) -> str:
+    """Which parameters of a bare callable no call of flashproof gives, and how to rename those that it knows.
+
+    Empty where there are none.
+    """
+    parameters = parameters_of(implementation.attention)[3:] if implementation.bare else []
+    supports, given = implementation.supports, set(wrapping.NEUTRAL)
+    if not supports.dropout:
+        given -= {"dropout_p", "dropout_seed"}
+    if not supports.causal:
+        given.discard("causal_alignment")
+    nameless = (Kind.VAR_POSITIONAL, Kind.VAR_KEYWORD)
+    never = [p for p in parameters if p.kind not in nameless]
+    never = [p for p in never if p.name not in given or p.kind is Kind.POSITIONAL_ONLY]
+    if not never:
+        return ""
+    words = f"{', '.join(p.name for p in never)} (parameters of {implementation.name})"
+    known = [f"{p.name} to {wrapping.KNOWN_AS[p.name]}" for p in never if p.name in wrapping.KNOWN_AS]
+    return f"{words}; rename {' and '.join(known)} to have this verified" if known else words
+
+
 def _no_function(given: object) -> str | None:
     """Why something is not an attention function, in words; None for what can be called."""
     if isinstance(given, ModuleType):
@@ -90,48 +110,22 @@ def _keywords(parameters: list[Kind], name: str) -> set[str]:
             "attention(query, key, value, ...)"
         )
     named = [p for p in others if p.kind not in (Kind.VAR_POSITIONAL, Kind.VAR_KEYWORD)]
-    required = [p for p in named if p.default is Kind.empty]
-    if required and tensors[0].name == "self":
-        raise TypeError(f"{name}: is a method of a class; give that of an instance, or the instance")
-    if required:
+    if needed := wrapping.needed(parameters):
+        if tensors[0].name == "self":
+            raise TypeError(f"{name}: is a method of a class; give that of an instance, or the instance")
         raise TypeError(
-            f"{name}: needs {', '.join(p.name for p in required)} beside query, key and value, which are its first "
-            f"three arguments; give a function that fills in what is missing: attention = {_filled(required, name)}. "
-            f"The keywords that flashproof knows: {', '.join(NEUTRAL)}"
+            f"{name}: needs {', '.join(needed)} beside query, key and value, and flashproof gives only "
+            f"{', '.join(wrapping.NEUTRAL)}; {wrapping.advice(wrapping.completing(parameters, name), name)}"
         )
     return {p.name for p in named if p.kind is not Kind.POSITIONAL_ONLY}
 
 
-def _filled(required: list[Kind], name: str) -> str:
-    """An expression that fills in the arguments that a function requires beside query, key and value."""
-    function, names = _short(name), {p.name for p in required}
-    if names & {"q", "k", "v", "query", "key", "value"}:  # the three come behind something else
-        return f"lambda query, key, value: {function}(..., query, key, value)"
-    if any(p.kind is Kind.POSITIONAL_ONLY for p in required):
-        values = ", ".join(NEUTRAL.get(p.name, p.name) for p in required)
-        return f"lambda query, key, value: {function}(query, key, value, {values})"
-    values = ", ".join(f"{p.name}={NEUTRAL.get(p.name, '...')}" for p in required)
-    return f"functools.partial({function}, {values})"
-
-
 def _saying_what(name: str) -> str:
     """How to verify a callable whose signature says nothing."""
-    return f"""give a function with named parameters that calls it, or say what it takes in a file of yours:
-
-    from flashproof import Implementation, Supports
-
-    verified = Implementation(
-        name="{_short(name)}",
-        attention={_short(name)},
-        supports=Supports(causal=("top_left",), scale="positive", cross_lengths=True),
+    return (
+        "give a function with named parameters that calls it, or say what it takes: "
+        f"{wrapping.advice(wrapping.claiming(name), name)}"
     )
-
-and give that: 'path/file.py:verified'"""
-
-
-def _short(name: str) -> str:
-    """The attribute of a name."""
-    return name.rpartition(":")[2] or name
 
 
 def _parameters(attention: Callable[..., object], name: str) -> list[Kind]:
@@ -144,6 +138,8 @@ def _parameters(attention: Callable[..., object], name: str) -> list[Kind]:
         return [p.replace(kind=Kind.POSITIONAL_ONLY) if p.kind is Kind.POSITIONAL_OR_KEYWORD else p for p in found]
     attention = getattr(attention, "_orig_mod", attention)  # a compiled module
     attention = getattr(attention, "forward", attention)  # nn.Module: __call__ says nothing, forward does
+    if isinstance(attention, functools.partial):
+        return _of_partial(attention, name)
     schema = _schema(attention, name)
     if schema is not None:
         return _of_schema(schema, name)[isinstance(attention, torch.ScriptMethod) :]  # its first is the module
@@ -151,6 +147,24 @@ def _parameters(attention: Callable[..., object], name: str) -> list[Kind]:
         return list(inspect.signature(attention).parameters.values())
     except (TypeError, ValueError):
         return _of_docstring(attention, name)
+
+
+def _of_partial(attention: functools.partial[object], name: str) -> list[Kind]:
+    """The parameters that a partial leaves. Its function may be one whose signature `inspect` cannot read."""
+
+    def stand_in() -> None:
+        """Has the function's parameters."""
+
+    stand_in.__signature__ = inspect.Signature(_parameters(attention.func, name))  # type: ignore[attr-defined]
+    try:
+        left = inspect.signature(functools.partial(stand_in, *attention.args, **attention.keywords))
+    except ValueError as error:
+        given = [*map(repr, attention.args), *(f"{keyword}=..." for keyword in attention.keywords)]
+        raise TypeError(
+            f"{name}: is a functools.partial of a function that does not take ({', '.join(given)}); "
+            "give arguments that the function has"
+        ) from error
+    return list(left.parameters.values())
 
 
 def _schema(attention: object, name: str) -> Any:
@@ -172,9 +186,13 @@ def _of_schema(schema: Any, name: str) -> list[Kind]:
     if len(schema.returns) != 1:
         values = ", ".join(value.name or str(value.type) for value in schema.returns)
         raise TypeError(
-            f"{name}: returns {len(schema.returns)} values ({values}); give a function that returns the output alone: "
-            f"def attention(query, key, value): return {_short(name)}(query, key, value)[0]"
+            f"{name}: returns {len(schema.returns)} values ({values}), not the output alone; "
+            f"{wrapping.advice(wrapping.first_of_tuple(_arguments(schema), name), name)}"
         )
+    return _arguments(schema)
+
+
+def _arguments(schema: Any) -> list[Kind]:
     return [
         Kind(
             argument.name,

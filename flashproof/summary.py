@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from flashproof import diagnosis
+from flashproof import diagnosis, signatures
 from flashproof.cases import not_claimed
 from flashproof.failures import IN_FULL, groups, in_short, told
 from flashproof.impls.spec import DTYPES, Implementation
@@ -192,6 +192,8 @@ def _verdict(session: Session) -> Iterator[Line]:
             yield Line(
                 f"not claimed: {loaded.name} has no parameter {parameters}; nothing that these ask for was verified"
             )
+        if never := signatures.never_given(loaded.implementation):
+            yield Line(f"never given: {never}")
     for loaded in selection.loaded:
         if loaded.changed:
             changed = ", ".join(loaded.changed)
@@ -256,7 +258,7 @@ def _unnamed(implementation: Implementation) -> list[str]:
         "scale": supports.scale != "default",
         "enable_gqa": supports.grouped_heads,
         "block_mask": supports.block_mask,
-        "dropout_p with dropout_seed": supports.dropout,
+        "dropout_p and dropout_seed": supports.dropout,
         "return_lse": supports.lse,
     }
     return [parameter for parameter, named in claimed.items() if implementation.bare and not named]

@@ -52,7 +52,7 @@ class Element(msgspec.Struct, kw_only=True, frozen=True):
     exact: float | str
     error: float | str
     bound: float | str
-    note: str = ""  # "one of 518 visible keys holds 99.8 % of the row"
+    note: str = ""  # "the query sees 518 keys; the largest weight is 99.8 %"
 
 
 class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):

@@ -184,12 +184,14 @@ SDPA = Supports(causal=("top_left",), scale="positive", grouped_heads=True, cros
         (Layer(), SCALED),
         (Layer().forward, SCALED),
         (functools.partial(masked, is_causal=False), MASKED),
+        (functools.partial(torch.nn.functional.scaled_dot_product_attention, dropout_p=0.0), SDPA),
+        (functools.partial(functools.partial(Layer(), scale=1.0)), SCALED),
         (Straight.apply, BARE),
         (torch.ops.aten.scaled_dot_product_attention, SDPA),
         (torch.ops.aten.scaled_dot_product_attention.default, SDPA),
         (torch._C._nn.scaled_dot_product_attention, SDPA),
     ],
-    ids=["three", "everything", "swallowing", "unseeded", "layer", "method", "partial", "apply", "packet", "overload", "builtin"],
+    ids=["three", "everything", "swallowing", "unseeded", "layer", "method", "partial", "sdpa", "partials", "apply", "packet", "overload", "builtin"],
 )
 def test_a_signature_is_a_claim(attention: Callable[..., object], claims: Supports) -> None:
     """A bare callable claims what its parameters name, and never what a check asks on a promise alone."""
@@ -240,12 +242,13 @@ def greedy(query: object, key: object, value: object, mask: object, *, window: i
         (two, "takes 2 positional arguments; .*takes three"),
         (
             greedy,
-            r"needs mask, window beside .*functools\.partial\(here, mask=\.\.\., window=\.\.\.\)\. The keywords that",
+            r"needs mask, window beside [\s\S]*mask and of window in place of None\.\n    return here\(query, key, value, None, window=None\)$",
         ),
-        (behind, r"needs v beside .*lambda query, key, value: here\(\.\.\., query, key, value\)"),
-        (Named.apply, r"needs causal beside .*lambda query, key, value: here\(query, key, value, causal\)"),
+        (behind, r"needs settings beside [\s\S]*return here\(None, query, key, value\)$"),
+        (Named.apply, r"needs causal beside [\s\S]*is_causal=False\):\n    return here\(query, key, value, is_causal\)$"),
+        (functools.partial(cast(Any, masked), window=3), r"partial of a function that does not take \(window=\.\.\.\)"),
         (Layer.forward, "is a method of a class; give that of an instance"),
-        (anything, r"takes \*args, .*say what it takes [\s\S]*Implementation\([\s\S]*supports=Supports\("),
+        (anything, r"takes \*args, .*say what it takes: [\s\S]*Implementation\([\s\S]*supports=Supports\("),
         (3, "3 is not an attention function; give a function"),
         (math, "math is a module, not an attention function; name an attribute"),
         (Layer, "Layer is a class, not an attention function; an instance"),
@@ -256,11 +259,11 @@ def greedy(query: object, key: object, value: object, mask: object, *, window: i
         (torch.ops.aten.softmax, "has the overloads .*; give one of them"),
         (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-            r"returns 2 values \(output, logsumexp\); give a .*\[0\]",
+            r"returns 2 values \(output, logsumexp\), not [\s\S]*return here\(query, key, value, is_causal=is_causal, scale=scale\)\[0\]$",
         ),
     ],
     ids=[
-        *("two", "greedy", "behind", "apply", "method", "anything", "number", "module", "class", "function"),
+        *("two", "greedy", "behind", "apply", "partial", "method", "anything", "number", "module", "class", "function"),
         *("fromkeys", "min", "operator", "overloads", "pair"),
     ],
 )
@@ -481,10 +484,10 @@ def by_driver(query, key, value):
 
 
 SAID_ONCE = {
-    "pair": r"out is a tuple (Tensor, None), not a tensor; give a function * return pair(query, key, value)[0]",
-    "arrays": r"it works on NumPy arrays, and was given tensors (AttributeError: * return torch.from_numpy(arrays(",
-    "gives_an_array": r"out is ndarray, not a tensor; * return torch.from_numpy(gives_an_array(",
-    "of_cuda": r"(CUDA: no device; AssertionError: assert query.is_cuda and key.is_cuda)",
+    "pair": r"out is a tuple (Tensor, None), not a tensor; add this to *mine.py:verified_attention",
+    "arrays": r"it works on NumPy arrays, and was given tensors (AttributeError: *mine.py:8)",
+    "gives_an_array": r"out is ndarray, not a tensor; add this to *mine.py:verified_attention",
+    "of_cuda": r"(CUDA: no device; AssertionError: assert query.is_cuda and key.is_cuda (*mine.py:14))",
     "of_triton": r"(CUDA: no device; RuntimeError: 0 active drivers ([]); TRITON_INTERPRET=1 runs",
     "by_driver": r"(CUDA: no device; RuntimeError: Found no NVIDIA driver on your system)",
 }
