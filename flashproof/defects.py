@@ -53,7 +53,7 @@ def read(path: Path) -> list[Defect]:
     that is missing, unknown or of the wrong type. The error names the file, the entry and the field.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}; write one, or take known_defects out of [tool.flashproof]")
+        raise FileNotFoundError(f"there is no file {path}; write one, or take the key out")
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import NamedTuple
 
 from flashproof.cases import Case
@@ -154,12 +155,13 @@ class Clock:
     def _begin(self) -> float:
         """The end of the time: as the first process has set it."""
         end = time.monotonic() + SECONDS
-        own = self._path.with_name(f"{self._path.name}-{os.getpid()}")
-        own.write_text(repr(end))
-        try:
-            os.link(own, self._path)  # whole, or not at all
-        except FileExistsError:
-            return float(self._path.read_text())
+        with NamedTemporaryFile("w", dir=self._path.parent) as file:
+            file.write(repr(end))
+            file.flush()
+            try:
+                os.link(file.name, self._path)  # appears with its content, once
+            except FileExistsError:
+                return float(self._path.read_text())
         return end
 
 

@@ -92,8 +92,8 @@ class Session:
             for target in self.selection.targets
             if target.missing
         ]
-        with named("known defects"):
-            self.defects = defects.read(CATALOGUE_DEFECTS)
+        self.defects = defects.read(CATALOGUE_DEFECTS)
+        with named("[tool.flashproof] known_defects"):
             if own := self.settings.known_defects:
                 defects.check_names(found := defects.read(own))
                 self.defects += found
@@ -128,15 +128,9 @@ class Session:
 
     def check_places(self) -> None:
         """Raises pytest.UsageError if the records or the report cannot be written: before the run, not after it."""
-        for option, folder in (("--records", self.path.parent), ("--report", self.site)):
-            if folder is None:
-                continue
-            there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-            shown = os.path.relpath(there)
-            if not there.is_dir():
-                raise pytest.UsageError(f"{option}: {shown} is no folder; {OTHER_PLACE}")
-            if not os.access(there, os.W_OK | os.X_OK):
-                raise pytest.UsageError(f"{option}: the folder {shown} cannot be written to; {OTHER_PLACE}")
+        for option, folder in (("--report", self.site), ("--records", self.path.parent)):
+            with named(option):
+                _check_folder(folder or self.path.parent)
 
     def _make_report_folder(self) -> None:
         """Makes the folder of the report, if it has the name that nobody chose, one that Git passes over."""
@@ -480,10 +474,23 @@ def _writable(path: Path) -> Path:
     """A file, its folder made. Raises OSError if nothing can be appended to it."""
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory; name a file")
+    _check_folder(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if path.exists() and not os.access(path, os.W_OK):
         raise PermissionError(f"{path} cannot be written to; name another file")
     return path
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises OSError if no file can be made in a folder, or the folder cannot be made. Leaves nothing there."""
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    shown = os.path.relpath(there)
+    if not there.is_dir():
+        raise NotADirectoryError(f"{shown} is no folder; {OTHER_PLACE}")
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise OSError(f"the folder {shown} cannot be written to ({error.strerror}); {OTHER_PLACE}") from error
 
 
 def _claim(run: str, implementation: Implementation, *, ended: bool) -> Claim:

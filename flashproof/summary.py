@@ -77,13 +77,15 @@ def verdict(session: Session) -> Line:
         said += " forward only" if reached <= set(forward) else " in part forward only"
     words = f"{said.rstrip(',') if passed else 'not verified'}: {wording.plural(ended, 'check')}"
     if narrowed:
-        words = words.partition(": ")[0] + f": {ended:,} of {wording.plural(max(ended, whole), 'check')}"
+        # Checks of the user's own are none of flashproof's.
+        if not _has_paths(session):
+            words = words.partition(": ")[0] + f": {ended:,} of {wording.plural(max(ended, whole), 'check')}"
         words += f", narrowed by {', '.join(narrowed)}"
     counts = [f"{session.outcomes[key]:,} {how}" for key, how in ENDS.items() if session.outcomes[key]]
     words += f": {', '.join(counts)}" if counts else ""
     words += f" ({_reasons(session)})" if session.reasons else ""
     if forward:
-        cases = wording.plural(sum(len(session.without_gradient[of]) for of in forward), "case")
+        cases = wording.plural(sum(len(session.without_gradient[pair]) for pair in forward), "case")
         words += f"; {cases} refused a backward, and no gradient was judged"
         words += "" if reached <= set(forward) else f" of {_listed(forward)}"
     return Line(words, "green" if passed else "red")
@@ -98,11 +100,15 @@ def narrowing(session: Session) -> list[str]:
     if not selection.cases and set(selection.dtypes) != set(DTYPES):
         found += [f"--dtype {dtype}" for dtype in selection.dtypes]
     found += [f"--device {selection.device}"] if selection.device else []
-    found += ["the paths that were given"] if session.config.args_source is pytest.Config.ArgsSource.ARGS else []
+    found += ["the paths that were given"] if _has_paths(session) else []
     found += [] if found or session.is_whole else ["options of pytest"]
     if session.clock or selection.cases or session.outcomes.total() < session.selection.whole():
         return found
     return []
+
+
+def _has_paths(session: Session) -> bool:
+    return session.config.args_source is pytest.Config.ArgsSource.ARGS
 
 
 def forward_only(session: Session) -> list[tuple[str, str]]:
@@ -226,6 +232,8 @@ def reason(session: Session, name: str) -> str:
         return f"{wording.plural(failed, 'failure')}, and no case passed"
     if any(of == name for of, _ in session.refused):
         return "it refused every case"
+    if session.outcomes["known defect"]:
+        return "no case passed, and known defects are no success"
     return "no case passed" if session.outcomes else "no check has a case for it"
 
 

@@ -1,0 +1,82 @@
+"""Known defects: their file is read, what is wrong with it is said, and one that is gone is said too."""
+
+from pathlib import Path
+
+import pytest
+
+from flashproof import defects
+from flashproof.session import CATALOGUE_DEFECTS
+from flashproof.tests.suite.command_line.test_cli import KERNELS, run
+
+ENTRY = {
+    "implementation": '"mine.py:right"',
+    "device": '"cpu"',
+    "dtypes": '["float32"]',
+    "checks": '["contract/answers"]',
+    "seen": '"a wrong answer"',
+    "link": '"https://example.org/1"',
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with kernels, and with a pyproject.toml that names a file of known defects."""
+    (tmp_path / "mine.py").write_text(KERNELS)
+    (tmp_path / "pyproject.toml").write_text('[tool.flashproof]\nknown_defects = "known.toml"\n')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def entry(**changed: str) -> str:
+    """An entry, with other fields than usual; an empty one is left out."""
+    return "\n".join(["[[defect]]", *(f"{name} = {value}" for name, value in (ENTRY | changed).items() if value)]) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[[defect]\n", "known.toml: cannot be read"),
+        ('[[defects]]\nseen = "x"\n', r"known.toml: holds defects; give \[\[defect\]\] tables"),
+        (entry(link=""), "known.toml, entry 1: the field link is missing; give implementation, device"),
+        (entry() + entry(checks='"contract/answers"'), "known.toml, entry 2: checks is 'contract/answers'; give a list"),
+        (entry(seen="3"), "known.toml, entry 1: seen is 3; give a string"),
+        (entry(device='"gpu"'), "known.toml, entry 1: device: 'gpu' is unknown; give cpu, cuda"),
+        (entry(dtypes='["fp32"]'), "known.toml, entry 1: dtypes: 'fp32' is unknown; give float32"),
+        (entry(dtype='"x"'), "known.toml, entry 1: there is no field 'dtype'; close: dtypes; give"),
+        (entry(checks='["contract/answer"]'), "entry 1: checks: there is no check 'contract/answer'; close: contract/answers"),
+        (entry(checks='["answers"]'), "entry 1: checks: there is no check 'answers'"),
+        (entry(implementation='"mine.py:rigth"'), "entry 1: implementation: mine.py does not define 'rigth'; close: right"),
+        (entry(implementation='"yours.py:right"'), "entry 1: implementation: there is no file 'yours.py'"),
+        (entry(implementation='"tiled.fa22"'), "entry 1: implementation: 'tiled.fa22' is unknown; close: tiled.fa2"),
+    ],
+)
+def test_what_cannot_be_read(project: Path, text: str, words: str) -> None:
+    """The error names the file, the entry, the field, and what would do."""
+    path = project / "known.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=words):
+        defects.check_names(defects.read(path))
+
+
+def test_what_can_be_read(project: Path) -> None:
+    """A check of the project's own is none of flashproof's. The list of the catalogue has names that exist."""
+    path = project / "known.toml"
+    path.write_text(entry(checks='["contract/answers", "stability/sinks"]', implementation='"./mine.py:wrong"'))
+    found = defects.read(path)
+    defects.check_names(found)
+    assert [(one.implementation, one.place) for one in found] == [("mine.py:wrong", "known.toml, entry 1")]
+    defects.check_names(defects.read(CATALOGUE_DEFECTS))
+
+
+def test_a_defect_that_is_gone(project: Path) -> None:
+    """The run fails, and says which entry is to be changed. A file that is not there is an error."""
+    words = ["mine.py:right", "-k", "contract/answers", "--dtype", "fp32"]
+    status, said = run(project, *words)
+    assert status == 4
+    assert said.startswith("ERROR: [tool.flashproof] known_defects: there is no file ")
+    (project / "known.toml").write_text(entry())
+    status, said = run(project, *words)
+    assert status == 1
+    assert "\na known defect is gone: contract/answers passes mine.py:right in float32 on cpu; take" in said
+    assert "out of known.toml, entry 1\n" in said
+    assert "XPASS" not in said

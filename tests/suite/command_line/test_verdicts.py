@@ -1,0 +1,257 @@
+"""The last lines of a run: what its verdict claims, why checks were left out, and failures that are told once."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import flashproof
+from flashproof import failures, listing, quick, summary
+from flashproof.cases import Case
+from flashproof.impls.spec import DTYPES
+from flashproof.registry import checks
+from flashproof.reports.record import Judgement
+from flashproof.tests.suite.command_line.test_cli import KERNELS, SMALL, run
+
+MORE = """
+
+@torch.no_grad()
+def forward_only(query, key, value):
+    return right(query, key, value)
+
+
+def raises(query, key, value):
+    raise KeyError("a bug")
+"""
+OWN_CHECK = '''
+from flashproof import Subject, check
+from flashproof.cases import Case
+
+
+@check("stability", grid=lambda dtype, device: [Case.parse(f"b1 h1 q5 k5 d8 {dtype}")])
+def test_own(subject: Subject) -> None:
+    """A check of the project's own."""
+    for case in subject.cases:
+        subject.judge(case, ("out",))
+'''
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with kernels and nothing else."""
+    (tmp_path / "mine.py").write_text(KERNELS + MORE)
+    return tmp_path
+
+
+TARGETS = [SimpleNamespace(name="f", dtype=dtype) for dtype in DTYPES]
+
+
+def session(**fields: Any) -> Any:
+    """A run of three checks that all passed, but for the fields that are given."""
+    options = {"keyword": fields.pop("keyword", "")}
+    selection = {"cases": [], "dtypes": DTYPES, "device": None, "targets": TARGETS, "whole": lambda: 3}
+    selection |= {name: fields.pop(name) for name in list(fields) if name in selection}
+    config = SimpleNamespace(option=SimpleNamespace(**options), args_source=None)
+    about = {"status": 0, "outcomes": Counter(passed=3), "reasons": Counter(), "clock": None, "is_whole": True}
+    about |= {"passed": {"f": 3}, "without_gradient": {}, "with_gradient": set()}
+    return SimpleNamespace(config=config, selection=SimpleNamespace(**selection), **(about | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "verified: 3 checks: 3 passed"),
+        ({"status": 1, "outcomes": Counter(passed=2, failed=1)}, "not verified: 3 checks: 2 passed, 1 failed"),
+        ({"keyword": "a/b", "outcomes": Counter(passed=1)}, "passed: 1 of 3 checks, narrowed by -k a/b: 1 passed"),
+        ({"keyword": "a"}, "verified: 3 checks: 3 passed"),  # it left nothing out
+        ({"cases": [Case()]}, "passed: 3 of 3 checks, narrowed by --case: 3 passed"),
+        (
+            {"clock": True, "outcomes": Counter(passed=1, skipped=1), "reasons": Counter({quick.LATE: 1})},
+            f"no fault found by a quick run: 2 of 3 checks, narrowed by --quick: 1 passed, 1 left out ({quick.LATE})",
+        ),
+        (
+            {"dtypes": ["float16"], "outcomes": Counter(passed=1)},
+            "passed: 1 of 3 checks, narrowed by --dtype float16: 1 passed",
+        ),
+        (
+            {"without_gradient": {("f", dtype): {"q4", "q5"} for dtype in DTYPES}},
+            "verified forward only: 3 checks: 3 passed; 6 cases refused a backward, and no gradient was judged",
+        ),
+        (
+            {"without_gradient": {("f", "float16"): {"q4"}}},
+            "verified in part forward only: 3 checks: 3 passed; 1 case refused a backward, and no gradient was judged of f, float16",
+        ),
+        (
+            {"without_gradient": {("f", "float16"): {"q4"}}, "with_gradient": {("f", "float16")}},
+            "verified: 3 checks: 3 passed",
+        ),
+        (
+            {
+                "outcomes": Counter(passed=1, skipped=2),
+                "reasons": Counter({"refused: ValueError: a": 1, "refused: ValueError: b": 1}),
+            },
+            "verified: 3 checks: 1 passed, 2 left out (refused)",
+        ),
+    ],
+)
+def test_a_verdict_claims_what_was_run(fields: dict[str, Any], words: str) -> None:
+    """Only a run that nothing narrows says "verified", and only with gradients does it say no more than that."""
+    assert summary.verdict(session(**fields)).text == words
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        (
+            ["mine.py:forward_only", "--case", SMALL],
+            0,
+            r"\npassed forward only: 30 of \d+ checks, narrowed by --case: \d+ passed, \d+ left out \(\d+ refused; .*\); "
+            r"\d+ cases refused a backward, and no gradient was judged$",
+        ),
+        (
+            ["mine.py:right", "-k", "contract/answers", "--dtype", "fp32"],
+            0,
+            r"\npassed: 1 of \d+ checks, narrowed by -k contract/answers, --dtype float32: 1 passed$",
+        ),
+        (
+            ["mine.py:right", "--case", SMALL.removesuffix("float32"), "--dtype", "fp32", "--dtype", "fp16"],
+            0,
+            r"\npassed: 60 of \d+ checks",
+        ),
+        (["mine.py:right", "-k", "nosuch"], 4, r"^ERROR: -k: 'nosuch' matches no check .*flashproof list --checks.*$"),
+        (["tiled.fa2", "-k", "nosuch", "-n2"], 4, r"^ERROR: -k: 'nosuch' matches no check .*$"),
+        pytest.param(
+            ["mine.py:right", "--device", "cuda"],
+            1,
+            r"\nnot verified: \d+ checks: \d+ left out \(CUDA: no device\)$",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device"),
+        ),
+    ],
+    ids=["forward-only", "check", "dtypes", "no-check", "no-check-in-processes", "no-device"],
+)
+def test_the_last_line(project: Path, words: list[str], status: int, says: str) -> None:
+    """Of the command."""
+    ended, said = run(project, *words)
+    assert ended == status, said
+    assert re.search(says, said.rstrip()), said
+    assert "0 implementations" not in said
+
+
+def test_failures_are_told_once(project: Path) -> None:
+    """In a run of pytest: flashproof's block, the number of others in the same words, and the verdict."""
+    status, said = run(project, "--impl=mine.py:raises", "--impl=mine.py:wrong", "--case", SMALL, module="pytest")
+    assert status == 1, said
+    assert said.count("\n") < 70, said
+    assert "Traceback" not in said
+    assert "FAILED" not in said
+    assert len(re.findall(r"^forward raised KeyError: 'a bug'", said, re.MULTILINE)) == 2  # at once, and in the end
+    assert re.search(r"\nand \d+ more failures in the same words, in \d\d checks\n", said)
+    assert re.search(r"\nnot verified: mine.py:raises \(\d+ failures, and no case passed\)\n", said)
+    assert re.search(r"\nnot verified: 60 of \d+ checks, narrowed by --case: .*\n=.*=\n$", said)
+
+
+def test_a_result_says_it_too(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`flashproof.verify`: what no gradient was judged of, and each failure once."""
+    monkeypatch.chdir(project)
+    result = flashproof.verify("mine.py:forward_only", cases=SMALL)
+    assert result.verified
+    assert result.forward_only
+    assert result.verdict.startswith("passed forward only: 30 of ")
+    assert str(result).startswith(f"mine.py:forward_only: {result.verdict}")
+    failed = flashproof.verify("mine.py:raises", cases=SMALL)
+    assert not failed.forward_only
+    assert len(failed.failures) > 20
+    with pytest.raises(AssertionError) as raised:
+        failed.raise_for_failures()
+    assert str(raised.value).count("forward raised KeyError") == 1
+    assert "more failures in the same words" in str(raised.value)
+
+
+def test_failures_that_read_alike() -> None:
+    """They are one group. Figures are told apart by check and dtype."""
+
+    def judgement(check: str, message: str, rho: float | None = None) -> Judgement:
+        return Judgement(
+            run="r", implementation="f", check=check, case="q4", dtype="float32", device="cpu", status="failed",
+            tensor="out" if rho else None, rho=rho, message=message,
+        )  # fmt: skip
+
+    alike = failures.groups([judgement("a/a", "odd"), judgement("a/b", "odd"), judgement("a/a", "", 2.0), judgement("a/b", "", 2.0)])
+    assert [len(group) for group in alike] == [2, 1, 1]
+    assert failures.told(alike[0]).endswith("\nand 1 more failure in the same words, in 2 checks")
+    assert list(failures.in_short(alike, 2)) == [
+        "failed: a/a, float32: odd, and 1 check more in the same words",
+        "failed: a/a, float32: out rho 2.0",
+        "and 1 more failed check",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------- quick runs
+
+
+def test_the_clock_begins_with_the_first_check(tmp_path: Path) -> None:
+    """It is one clock in all processes. What it takes to import and to collect does not count."""
+    first, second = quick.Clock(tmp_path / "clock"), quick.Clock(tmp_path / "clock")
+    assert not list(tmp_path.iterdir())
+    assert not first.is_over
+    assert not second.is_over
+    assert first._end == second._end
+
+
+def test_a_late_run_asks_each_layer(tmp_path: Path) -> None:
+    """When the time is over, one case of a few checks is left."""
+    (tmp_path / "clock").write_text("0.0")
+    clock = quick.Clock(tmp_path / "clock")
+    assert clock.is_over
+    assert clock.leaves_out("contract/one_memory")
+    assert list(clock.limited([Case(), Case(seed=1)])) == [Case()]
+    asked = [name for name in quick.CHECKS if not clock.leaves_out(name)]
+    assert {name.partition("/")[0] for name in asked} >= {"accuracy", "gradients", "masks", "contract", "properties"}
+    assert any(not checks()[name].claims for name in asked if name.startswith("masks/"))  # of any kernel
+
+
+# ------------------------------------------------------------------------------------------------- places and names
+
+
+@pytest.mark.parametrize("module", ["flashproof", "pytest"])
+def test_a_report_that_cannot_be_written(project: Path, module: str) -> None:
+    """Is one line, before anything runs."""
+    (project / "flashproof-report").write_text("")
+    status, said = run(project, *(["--impl"] if module == "pytest" else []), "mine.py:right", module=module)
+    assert status == 4, said
+    assert said.strip() == (
+        "ERROR: --report: flashproof-report is no folder; give another place by --report or --records, or in [tool.flashproof] of pyproject.toml"
+    )
+
+
+def test_git_passes_over_the_report(project: Path) -> None:
+    """Where flashproof made the folder itself. One that was there stays as it is."""
+    words = ["mine.py:right", "-k", "contract/answers", "--dtype", "fp32"]
+    assert run(project, *words)[0] == 0
+    ignored = project / "flashproof-report" / ".gitignore"
+    assert ignored.read_text() == "*\n"
+    ignored.unlink()
+    assert run(project, *words)[0] == 0
+    assert not ignored.exists()
+
+
+def test_a_check_of_the_projects_own_needs_a_target(project: Path) -> None:
+    """Without one it is skipped, with the reason. With one it is run."""
+    (project / "test_own.py").write_text(OWN_CHECK)
+    status, said = run(project, "-rs", "-q", "test_own.py", module="pytest")
+    assert status == 0
+    assert "no implementation is selected; pytest --impl TARGET" in said
+    status, said = run(project, "-q", "test_own.py", "--impl=mine.py:right", "--dtype=float32", module="pytest")
+    assert status == 0
+    assert "passed: 1 check, narrowed by --dtype float32, the paths that were given: 1 passed" in said
+
+
+def test_names_of_checks_are_listed_as_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """For -k, and for a list of known defects."""
+    listing.show_checks()
+    said = capsys.readouterr().out
+    assert all(f"  {name}: " in said for name in checks())
