@@ -80,7 +80,7 @@ def test_a_module_that_refuses_the_case() -> None:
     result = flashproof.verify(Layer(), cases=CASE)
     assert not result.verified
     assert not result.failures
-    assert result.refused[0].message == "NotImplementedError: 16 bit only"
+    assert result.refused[0].message.startswith("NotImplementedError: 16 bit only")
     assert list(result.unverified) == [result.target]
     assert "refused: " in str(result)
 
