@@ -21,7 +21,7 @@ from flashproof.signatures import parameters_of
 GPU_ALONE = re.compile(r"cuda|nvidia|\bgpus?\b|active drivers|cpu tensor", re.IGNORECASE)
 SHOWN = 4  # elements of a tuple that are named
 _FOREIGN = re.compile(r"^<|site-packages|dist-packages|/lib/python")  # files of no user
-_OURS = Path(__file__).parent  # kernels of the catalogue stand in folders below it
+_OURS = (Path(__file__).parent, Path(__file__).parent / "impls")  # kernels of the catalogue stand in folders below
 
 
 def said(error: BaseException) -> str:
@@ -41,7 +41,7 @@ def told(error: BaseException) -> str:
 def own_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The innermost frame of an exception that is neither of a package, of Python's library, nor of flashproof."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _FOREIGN.search(frame.filename) and Path(frame.filename).parent != _OURS]
+    own = [frame for frame in frames if not _FOREIGN.search(frame.filename) and Path(frame.filename).parent not in _OURS]
     return own[-1] if own else None
 
 

@@ -52,7 +52,7 @@ def of_callable(attention: object, name: str) -> Implementation:
         attention=attention,
         supports=supports,
         arithmetic=arithmetic_of_callables,
-        summary="A function, verified as it stands.",
+        summary="A plain function, verified for what its parameters name.",
         bare=True,
     )
 

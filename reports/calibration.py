@@ -22,7 +22,7 @@ How close kernels that are right come to each gate, at their worst over every ca
 
 - rho: the largest error over the bound; of float32, where two bounds gate, the larger.
 - bias: (|bias| - {bias:g} standard errors) over its allowance; a lean is anything above 1. Beside it the bias, its standard error and its allowance, in ulps of
-  the output (16 bit) or in bounds (float32), the tensor and the case.
+  the output (16 bit) or over the bound (float32), the tensor and the case.
 - rms: the root of (mean square - {rms:g} standard errors), over its allowance of {allowance:g}.
 """
 

@@ -71,7 +71,7 @@ class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
     tensor: Tensor | None = None
     rho: float | str | None = None  # error over the deterministic bound
     rho_statistical: float | str | None = None  # error over the probabilistic bound, where it gates (float32 on FMA units)
-    bias: float | None = None  # in output ulps (16 bit) or in bounds (float32); mean signed error less that of the rounded exact result
+    bias: float | None = None  # in output ulps (16 bit), or over the bound (float32); mean signed error less that of the rounded exact result
     bias_error: float | None = None  # its standard error
     bias_allowance: float | None = None
     rms: float | str | None = None  # root mean square of the errors, over what is expected of the claimed arithmetic

@@ -1,4 +1,4 @@
-"""How figures and findings read: numbers, bytes, and the block that tells of a failure."""
+"""How figures and findings read: numbers, bytes, and the block of a failure."""
 
 import math
 import re
@@ -64,8 +64,8 @@ def bytes_(count: int) -> str:
 
 
 def bias_unit(dtype: str) -> str:
-    """What a bias counts: bounds in float32, units in the last place of the output in 16 bit."""
-    return "bounds" if dtype == "float32" else "ulp"
+    """The unit of a bias: the bound in float32, a unit in the last place of the output in 16 bit."""
+    return "of the bound" if dtype == "float32" else "ulp"
 
 
 def repeat_line(judgement: Judgement) -> str:

@@ -39,9 +39,9 @@ def test_sums(subject: Subject) -> None:
         variances = spread.variances(problem, arithmetic)
         douts = over_groups(in_float64(given.dout), case).sum(dim=2)
         sums = (
-            ("dv", in_float64(answer["dv"]).sum(dim=2), douts, variances.dv_sums, "the sums of the columns of dV"),
-            ("dk", in_float64(answer["dk"]).sum(dim=2), torch.zeros_like(douts), variances.dk_sums, "the sums of the columns of dK, which are 0,"),
-            ("dq", in_float64(answer["dq"])[..., 0], torch.zeros_like(variances.elements.dq[..., 0]), variances.elements.dq[..., 0], "the sums of the rows of dS, which are 0,"),
+            ("dv", in_float64(answer["dv"]).sum(dim=2), douts, variances.dv_sums, "the column sums of dV"),
+            ("dk", in_float64(answer["dk"]).sum(dim=2), torch.zeros_like(douts), variances.dk_sums, "the column sums of dK, which are 0,"),
+            ("dq", in_float64(answer["dq"])[..., 0], torch.zeros_like(variances.elements.dq[..., 0]), variances.elements.dq[..., 0], "the row sums of dS"),
         )
         for name, got, exact, variance, what in sums:
             expect_rms(subject, case, name, verdict.rms(got.flatten(), exact.flatten(), variance.flatten()), what)  # type: ignore[arg-type]

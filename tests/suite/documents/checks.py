@@ -1,4 +1,4 @@
-"""docs/checks.md: every check, what it asks, its cases, and the mutants that it rejects first or alone."""
+"""docs/checks.md: every check, what it asks, its cases, and the mutants that it rejects first."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -16,14 +16,15 @@ SHOWN = 6  # mutants of a check whose names the page shows
 HEAD = """\
 # The checks
 
-flashproof runs these checks over every implementation whose claims cover a case of them. A check is a Python function in
-[tests](../tests); the layers stand in the order in which each one assumes those before it.
+flashproof runs a check for every implementation that claims one of its cases. A check is a Python function in
+[tests](../tests). The checks of a layer assume that those of the layers above it pass.
 
 - **Cases**: how many cases the check has for one dtype, on a CPU and on a GPU. An implementation is given those that it
   claims.
 - **Needs**: a claim without which the check is not run.
-- **Mutants**: kernels that were made wrong on purpose, and that this check rejects *first*, before all other checks, or
-  *alone*, when no other check rejects them. They are the reason why the check exists.
+- **Mutants**: kernels with a deliberate fault each, the reason why a check exists. Every check was tried on every
+  mutant, in each dtype. "7 first, 2 only here" says that this check rejects seven mutants that pass all checks above it
+  in some dtype, and that two of the seven pass all other checks there.
 
 This page is generated: `python -m flashproof.tests.suite.documents` writes it from the checks and from the last full
 trial of the mutants.
@@ -61,11 +62,12 @@ def _mutants(first: list[str], alone: list[str]) -> str:
         return ""
     names = [*alone, *(name for name in first if name not in alone)]
     shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
-    return f"{len(first)} first, {len(alone)} alone: {shown}"
+    only = f", {len(alone)} only here" if alone else ""
+    return f"{len(first)} first{only}: {shown}"
 
 
 def _caught() -> dict[str, tuple[list[str], list[str]]]:
-    """The mutants that each check rejects first, and alone."""
+    """The mutants that each check rejects first, and those of them that no other check rejects."""
     mutation = gather([MATRIX]).mutation
     first: defaultdict[str, list[str]] = defaultdict(list)
     alone: defaultdict[str, list[str]] = defaultdict(list)

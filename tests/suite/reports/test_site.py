@@ -130,7 +130,7 @@ def test_refusals_that_differ_in_numbers_are_one(tmp_path: Path) -> None:
     numbers = ("64", "-1.5", "1e-05")
     refused = [judgement("mine.py:f", case=f"q{i}", status="refused", message=f"ValueError: {n} is taken by nobody") for i, n in enumerate(numbers)]
     text = pages(small_site(tmp_path, claim("mine.py:f", bare=True), *refused))[f"{wording.stem('mine.py:f')}.html"].text
-    section = text[text.index("its words, of the first") : text.index("What it claims")]
+    section = text[text.index("what it said first") : text.index("What it claims")]
     assert section.count("is taken by nobody") == 1
     assert "64 is taken by nobody" in section
 
@@ -138,7 +138,7 @@ def test_refusals_that_differ_in_numbers_are_one(tmp_path: Path) -> None:
 def test_failures_that_are_left_out_are_counted(tmp_path: Path) -> None:
     failed = [judgement(check=f"masks/check{i}", case=case, status="failed", rho=40.0 - i) for i in range(SHOWN + 2) for case in ("q1", "q2")]
     text = pages(small_site(tmp_path, *failed))["triton.fa2.html"].text
-    assert f"These are the {SHOWN} gravest; the rest, with 4 failed cases, are not shown here." in text
+    assert f"These are the {SHOWN} worst; the rest, with 4 failed cases, are not shown here." in text
 
 
 def test_a_run_on_one_function_is_sensible(tmp_path: Path) -> None:
