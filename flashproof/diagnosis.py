@@ -41,7 +41,9 @@ def told(error: BaseException) -> str:
 def own_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The innermost frame of an exception that is neither of a package, of Python's library, nor of flashproof."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _FOREIGN.search(frame.filename) and Path(frame.filename).parent not in _OURS]
+    own = [
+        frame for frame in frames if not _FOREIGN.search(frame.filename) and Path(frame.filename).parent not in _OURS
+    ]
     return own[-1] if own else None
 
 
