@@ -20,6 +20,7 @@ from types import ModuleType
 from flashproof.diagnosis import own_frame, shown
 from flashproof.impls import catalogue, claims
 from flashproof.impls.catalogue import FORMS, close
+from flashproof.impls.fields import UnreadableClaim
 from flashproof.impls.spec import Implementation
 from flashproof.signatures import of_callable
 
@@ -52,7 +53,7 @@ def load(name: str) -> Implementation:
     """The implementation that a name stands for.
 
     An attribute that is an `Implementation` is taken as it is, if its claims can be read (`claims.check`). Any other
-    callable is verified as it stands: its signature is its claim (`signatures.of_callable`). Every error says what was
+    callable is verified for what its parameters name (`signatures.of_callable`). Every error says what was
     given and what would do.
 
     Raises ImportError where a module is not installed (its `name` says which), FileNotFoundError, AttributeError,
@@ -86,11 +87,13 @@ def _find(name: str) -> object:
         return GIVEN[name]
     place, colon, attribute = name.rpartition(":")
     if not name:
-        raise ValueError(f"'' is empty; {FORMS}")
+        raise ValueError(f"'': an empty name stands for nothing; {FORMS}")
     if not colon:
         return _without_colon(name)
-    if not place or not attribute:
-        raise ValueError(f"{name}: which attribute of it?{_contents(place)} {FORMS}")
+    if not place:
+        raise ValueError(f"{name}: names no module and no file before the colon; {FORMS}")
+    if not attribute:
+        raise ValueError(f"{name}: {_no_attribute(_contents(place))}")
     is_path = place.endswith(".py") or "/" in place or Path(place).is_file()
     module = _file(Path(place), name) if is_path else _module(place, name)
     return _attribute(module, attribute, name)
@@ -103,21 +106,22 @@ def _without_colon(name: str) -> object:
         raise ValueError(f"{name}: is a directory; {_in_directory(path)}")
     if path.is_file() or name.endswith(".py"):
         _check_file(path, name)
-        raise ValueError(f"{name}: which attribute of it?{_contents(name)} {FORMS}")
+        raise ValueError(f"{name}: {_no_attribute(_contents(name))}")
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts) or not _is_there(parts[0]):
-        raise ValueError(_unknown(name))
+        raise ValueError(_unknown(name, advice=_in_src(name.rpartition(".")[0]) or FORMS))
     found: object = _module(parts[0], name)
     for i, part in enumerate(parts[1:], start=1):
         place = ".".join(parts[:i])
         if not hasattr(found, part) and isinstance(found, ModuleType) and _is_there(f"{place}.{part}"):
-            _module(f"{place}.{part}", name)
+            found = _module(f"{place}.{part}", name)
+            continue
         if not hasattr(found, part):
             known = f"; close: {', '.join(near)}" if (near := _near(part, found)) else ""
-            raise ValueError(f"{_unknown(name, forms=False)}; {place} has no attribute '{part}'{known}; {FORMS}")
+            raise ValueError(_unknown(name, advice=f"{place} has no attribute '{part}'{known}; {FORMS}"))
         found = getattr(found, part)
     if isinstance(found, ModuleType):
-        raise ValueError(f"{name}: which attribute of it?{_contents_of(found)} {FORMS}")
+        raise ValueError(f"{name}: {_no_attribute(_contents_of(found))}")
     return found
 
 
@@ -139,10 +143,14 @@ def _near(attribute: str, place: object) -> list[str]:
     return found.removeprefix("; close: ").split(", ") if found else []
 
 
-def _unknown(name: str, *, forms: bool = True) -> str:
+def _unknown(name: str, *, advice: str) -> str:
     """The words of an error about a name that neither the catalogue nor a module has."""
-    words = f"{name}: no implementation of the catalogue has this name{close(name, catalogue.CATALOGUE)}"
-    return f"{words}; {FORMS}" if forms else words
+    return f"{name}: the catalogue has no implementation of this name{close(name, catalogue.CATALOGUE)}; {advice}"
+
+
+def _no_attribute(contents: str) -> str:
+    """The words of an error about a module or a file that is named alone."""
+    return f"names no attribute.{contents} {FORMS}" if contents else f"names no attribute; {FORMS}"
 
 
 def _defined(file: str) -> list[str]:
@@ -192,8 +200,25 @@ def _is_there(module: str) -> bool:
 
 
 def _module(place: str, name: str) -> ModuleType:
+    """The module of a name. The module of a file that has been imported under another name is not imported again."""
     with _importing(place, name):
+        if place not in sys.modules and (origin := _origin(place)) and (loaded := _loaded(origin)):
+            return loaded
         return importlib.import_module(place)
+
+
+def _origin(module: str) -> Path | None:
+    """The file that an import of this name would run. None if there is none, as of a builtin."""
+    with suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(module)
+        if spec is not None and spec.has_location and spec.origin is not None:
+            return Path(spec.origin)
+    return None
+
+
+def _loaded(path: Path) -> ModuleType | None:
+    """The module of a file that has been imported."""
+    return next((module for module in list(sys.modules.values()) if _is_of(module, path)), None)
 
 
 def _file(path: Path, name: str) -> ModuleType:
@@ -205,8 +230,7 @@ def _file(path: Path, name: str) -> ModuleType:
     """
     path = path.expanduser().absolute()
     _check_file(path, name)
-    loaded = next((module for module in list(sys.modules.values()) if _is_of(module, path)), None)
-    if loaded:
+    if loaded := _loaded(path):
         return loaded
     module, root = _module_name(path, name)
     with _first(str(root)):
@@ -249,8 +273,8 @@ def _module_name(path: Path, name: str) -> tuple[str, Path]:
         folder = folder.parent
     if len(parts) > 1 and (other := sys.modules.get(parts[0])):
         raise ImportError(
-            f"{name}: belongs to the package '{parts[0]}' of {folder}, and another module of this name is imported, "
-            f"{getattr(other, '__file__', None) or 'a builtin'}; rename the package",
+            f"{name}: its package '{parts[0]}' in {folder} cannot be imported, because another module of this name is "
+            f"imported already ({getattr(other, '__file__', None) or 'a builtin'}); rename the package",
             name=parts[0],
         )
     return ".".join(parts), folder
@@ -264,10 +288,8 @@ def _is_of(module: ModuleType, path: Path) -> bool:
 
 def _leads_to(module: str, path: Path) -> bool:
     """Whether an import of this name would run this file. Another file, or a builtin module, may have the same name."""
-    with suppress(ImportError, ValueError):
-        spec = importlib.util.find_spec(module)
-        return spec is not None and spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(path)
-    return False
+    origin = _origin(module)
+    return origin is not None and os.path.realpath(origin) == os.path.realpath(path)
 
 
 def _alone(path: Path, name: str) -> ModuleType:
@@ -317,13 +339,19 @@ def _importing(place: str, name: str) -> Generator[None]:
         missing = error.name or place
         if place == missing or place.startswith(missing + "."):
             known: Iterable[str] = sorted(file.stem for file in Path.cwd().glob("*.py"))
-            raise ImportError(
-                f"{name}: there is no module '{missing}'{close(missing, known)}; {FORMS}", name=missing
-            ) from None
-        given = name.rpartition(":")[0] or place
-        raise ImportError(f"{name}: {given} needs '{missing}', which is not installed", name=missing) from error
+            near, advice = close(missing, known), _in_src(missing) or FORMS
+            raise ImportError(f"{name}: there is no module '{missing}'{near}; {advice}", name=missing) from None
+        given, advice = name.rpartition(":")[0] or place, f"; {found}" if (found := _in_src(missing)) else ""
+        raise ImportError(f"{name}: {given} needs '{missing}', which is not installed{advice}", name=missing) from error
     except BaseException as error:  # a module may call sys.exit, or pytest.skip
         raise _failed(name, error) from error
+
+
+def _in_src(module: str) -> str:
+    """How to make a module importable that src/ of the working directory holds; empty if it holds none."""
+    place = Path("src", *module.split("."))
+    found = next((path for path in (place, place.with_suffix(".py")) if path.exists()), None)
+    return f"{found} is not importable yet; run `pip install -e .`, or set PYTHONPATH=src" if found and module else ""
 
 
 def _failed(name: str, error: BaseException) -> ValueError:
@@ -333,8 +361,10 @@ def _failed(name: str, error: BaseException) -> ValueError:
     text = " ".join(str(error).split())
     said = f"{type(error).__name__}: {text}" if text else type(error).__name__
     advice = ""
+    if isinstance(error, UnreadableClaim):
+        return ValueError(f"{name}: {text}{where}")
     if isinstance(error, SystemExit):
-        advice = "; put what it does as a program under `if __name__ == '__main__':`"
+        advice = "; move what it does as a program under `if __name__ == '__main__':`"
     if isinstance(error, ImportError) and "no known parent package" in text:
         advice = "; give each folder of its package an __init__.py, or name it as 'package.module:attribute'"
     return ValueError(f"{name}: importing it failed with {said}{where}{advice}")

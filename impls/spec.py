@@ -6,7 +6,9 @@ decides how large its error may be (`oracles/bounds.py` turns it into a bound).
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
+
+from flashproof.impls.fields import check_number, check_types, wrong
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
@@ -42,6 +44,18 @@ class Supports:
     deterministic: bool = False  # two runs agree bitwise
     batch_invariant: bool = False  # a slice of a batch agrees bitwise with the batch
     linear_memory: bool = False  # beyond inputs and outputs, memory at most doubles when the sequence doubles
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a field that cannot be read."""
+        check_types(self, Supports)
+        for name, known in (("dtypes", DTYPES), ("devices", get_args(Device))):
+            if not getattr(self, name):
+                raise wrong(self, name, f"a tuple of at least one of {', '.join(map(repr, known))}")
+        (low, high), multiple = self.dims, self.dim_multiple
+        if not 1 <= low <= high:
+            raise wrong(self, "dims", "the smallest and the largest head dim, both at least 1")
+        if multiple < 1 or high // multiple * multiple < low:
+            raise wrong(self, "dim_multiple", f"a number that has a multiple from {low} to {high}")
 
 
 # What the project's own kernels take and promise. Those over a block mask take that too.
@@ -80,6 +94,12 @@ class Arithmetic:
     key_tile: int | None = None  # keys per step of the online softmax; None: unknown, taken at its worst
     query_tile: int | None = None  # queries per step of the backward, for gradients="input"
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a field that cannot be read."""
+        check_types(self, Arithmetic)
+        for name, least in (("exp_ulps", 0), ("key_tile", 1), ("query_tile", 1)):
+            check_number(self, name, least=least)
+
 
 def arithmetic_of_flash(dtype: Dtype, device: Device) -> Arithmetic:
     """FlashAttention's arithmetic: float32 in IEEE arithmetic, 16 bit on tensor cores where there are any."""
@@ -110,3 +130,9 @@ class Implementation:
     # of them (`tests/grids.py`); a run of one has them all. Heeded of the catalogue alone, whose code is known: it is the one claim that no check holds.
     one_code: Callable[[Device], tuple[Dtype, ...]] = lambda device: ()
     bare: bool = False  # a callable taken as it stands: what it refuses with a clear exception is not a failure
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a field that cannot be read."""
+        if isinstance(self.arithmetic, Arithmetic):
+            raise wrong(self, "arithmetic", "a function, as `lambda dtype, device: Arithmetic(...)`")
+        check_types(self, Implementation)

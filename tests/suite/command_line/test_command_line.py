@@ -49,7 +49,7 @@ def value_by_strides_of_key(query, key, value):
 
 
 half = Implementation(name="half", attention=right, supports=Supports(dtypes=("float16",)))
-misspelt = Implementation(name="misspelt", attention=right, supports=Supports(causal=("topleft",)))
+unclear = Implementation(name="unclear", attention=right, missing=lambda device: False)
 """
 
 BROKEN_CHECK = '''
@@ -94,7 +94,7 @@ def run(kernels: Path, options: list[str]) -> tuple[int, str]:
         (["--impl", "half", "--dtype", "float32"], 1, "not verified: .*does not claim float32"),
         (["--impl", "half", "--case", SMALL], 1, "not verified: .*does not claim the case: dtype float32"),
         (["--impl", "right", "--case", SMALL, "--case", "q6 d8 float16"], 0, "4 passed"),
-        (["--impl", "misspelt", "--case", SMALL], 4, r"--impl: \S+:misspelt: supports.causal: 'topleft' is none of 'top_left', 'bottom_right'"),
+        (["--impl", "unclear", "--case", SMALL], 4, r"--impl: \S+:unclear: missing\('cpu'\): returned False; return None if"),
         (["--impl", "kernels.py"], 4, r"--impl: kernels.py: there is no file .*kernels.py; give"),
         (["--impl", "right", "--case", f"{SMALL} causal"], 1, "not verified: .*does not claim the case: causal, top-left"),
         (["--impl", "right", "--impl", "picky", "--case", SMALL], 1, "refused: .*picky, float32, \\d+ times, first with: ValueError: dim 8 is too small"),

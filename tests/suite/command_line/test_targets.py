@@ -276,19 +276,19 @@ def test_what_is_no_attention(attention: object, words: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "words"),
     [
-        ("tiled.fa", ValueError, r"no implementation .* close: .*tiled\.fa1.*give a name"),
-        ("nonsense", ValueError, "no implementation of the catalogue.*give a name"),
+        ("tiled.fa", ValueError, r"has no implementation .* close: .*tiled\.fa1.*give a name"),
+        ("nonsense", ValueError, "the catalogue has no implementation.*give a name"),
         ("mine.py", FileNotFoundError, r"there is no file .*mine\.py; give"),
-        ("no_such_package", ValueError, "no implementation of the catalogue"),
-        ("torch.nn", ValueError, "which attribute of it.*it holds the modules .*give"),
+        ("no_such_package", ValueError, "the catalogue has no implementation"),
+        ("torch.nn", ValueError, "names no attribute.*it holds the modules .*give"),
         (
             "torch.nn.functional.scaled_dot_atention",
             ValueError,
             "no attribute 'scaled_dot_atention'; close: scaled_dot_prod",
         ),
         ("torch.nn:attention_of", AttributeError, r"has no attribute 'attention_of'.*give|close: "),
-        ("torch.nn.functional:", ValueError, "which attribute"),
-        (":attention", ValueError, "which attribute"),
+        ("torch.nn.functional:", ValueError, "names no attribute.*give"),
+        (":attention", ValueError, "names no module and no file before the colon; give"),
         ("nowhere/mine.py:attention", FileNotFoundError, r"there is no file .*nowhere/mine\.py"),
         ("no_such_package.kernels:attention", ImportError, "no module 'no_such_package'"),
         ("torch.nn.functionals:attention", ImportError, r"no module 'torch\.nn\.functionals'"),
@@ -309,47 +309,67 @@ def test_errors_name_what_was_given(name: str, kind: type[Exception], words: str
 
 
 @pytest.mark.parametrize(
+    ("kind", "fields", "words"),
+    [
+        (Supports, {"causal": ("topleft",)}, "causal: ('topleft',) will not do; give a tuple of any of 'top_left', 'bottom_right'"),
+        (Supports, {"causal": "top_left"}, "causal: 'top_left' will not do; give a tuple of any of 'top_left'"),
+        (Supports, {"dtypes": ()}, "dtypes: () will not do; give a tuple of at least one of 'float32'"),
+        (Supports, {"dtypes": ("float8",)}, "dtypes: ('float8',) will not do; give a tuple of any of 'float32'"),
+        (Supports, {"devices": ("gpu",)}, "devices: ('gpu',) will not do; give a tuple of any of 'cpu', 'cuda'"),
+        (Supports, {"backward": "yes"}, "backward: 'yes' will not do; give True or False"),
+        (Supports, {"dims": 64}, "dims: 64 will not do; give a tuple of int, int"),
+        (Supports, {"dims": (64, 8)}, "dims: (64, 8) will not do; give the smallest and the largest head dim"),
+        (Supports, {"dims": (1, 7), "dim_multiple": 8}, "dim_multiple: 8 will not do; give a number that has a multiple from 1 to 7"),
+        (Arithmetic, {"weights": "banana"}, "weights: 'banana' will not do; give 'input' or 'float32'"),
+        (Arithmetic, {"products": ["tf32"]}, "products: ['tf32'] will not do; give 'exact' or"),
+        (Arithmetic, {"exp_ulps": -3}, "exp_ulps: -3 will not do; give a finite number of at least 0"),
+        (Arithmetic, {"exp_ulps": math.nan}, "exp_ulps: nan will not do; give a finite number of at least 0"),
+        (Arithmetic, {"exp_ulps": "2"}, "exp_ulps: '2' will not do; give a number"),
+        (Arithmetic, {"key_tile": -3}, "key_tile: -3 will not do; give a finite number of at least 1"),
+        (Arithmetic, {"key_tile": True}, "key_tile: True will not do; give a whole number or None"),
+        (Arithmetic, {"query_tile": 1.5}, "query_tile: 1.5 will not do; give a whole number or None"),
+        (Implementation, {"name": 3}, "name: 3 will not do; give a str"),
+        (Implementation, {"attention": None}, "attention: None will not do; give a function"),
+        (Implementation, {"supports": {"lse": True}}, "supports: {'lse': True} will not do; give a flashproof.Supports"),
+        (Implementation, {"missing": "CUDA"}, "missing: 'CUDA' will not do; give a function"),
+        (Implementation, {"arithmetic": Arithmetic()}, "arithmetic: Arithmetic("),
+    ],
+    ids=lambda value: value.partition(" will")[0] if isinstance(value, str) else "",
+)
+def test_a_field_that_cannot_be_read(kind: Callable[..., object], fields: dict[str, Any], words: str) -> None:
+    """The error names the class, the field, its value and what would do, as soon as the claim is made."""
+    claimed = {"name": "mine", "attention": three} | fields if kind is Implementation else fields
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{kind.__name__}.{words}')}"):
+        kind(**claimed)
+
+
+def test_numbers_of_both_kinds() -> None:
+    """An int is a number, and a float without a fraction is no tile."""
+    assert Arithmetic(exp_ulps=1, key_tile=64, query_tile=None).key_tile == 64
+    with pytest.raises(ValueError, match=r"key_tile: 64\.0 will not do"):
+        Arithmetic(key_tile=cast(Any, 64.0))
+
+
+@pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"name": 3}, "name: 3 is no str"),
-        ({"attention": None}, "attention: None cannot be called"),
-        ({"supports": {"lse": True}}, "supports: {'lse': True} is no flashproof.Supports"),
-        ({"supports": Supports(causal=("topleft",))}, "supports.causal: 'topleft' is none of 'top_left', 'bottom_right'"),  # type: ignore[arg-type]
-        ({"supports": Supports(causal="top_left")}, "supports.causal: 'top_left' will not do; give a tuple with any of 'top_left'"),  # type: ignore[arg-type]
-        ({"supports": Supports(dtypes=())}, "supports.dtypes: is empty; give any of 'float32'"),
-        ({"supports": Supports(dtypes=("float8",))}, "supports.dtypes: 'float8' is none of 'float32'"),  # type: ignore[arg-type]
-        ({"supports": Supports(devices=("gpu",))}, "supports.devices: 'gpu' is none of 'cpu', 'cuda'"),  # type: ignore[arg-type]
-        ({"supports": Supports(backward="yes")}, "supports.backward: 'yes' is no bool"),  # type: ignore[arg-type]
-        ({"supports": Supports(dims=64)}, "supports.dims: 64 will not do; give a tuple with int, int"),  # type: ignore[arg-type]
-        ({"supports": Supports(dims=(64, 8))}, "supports.dims: (64, 8) is no range"),
-        ({"supports": Supports(dims=(1, 7), dim_multiple=8)}, "supports.dim_multiple: 8 has no multiple from 1 to 7"),
-        ({"missing": "CUDA"}, "missing: 'CUDA' cannot be called"),
         ({"missing": lambda: None}, "missing('cpu'): raised TypeError"),
         ({"missing": lambda device: 1 / 0}, "missing('cpu'): raised ZeroDivisionError"),
-        ({"missing": lambda device: False}, "missing('cpu'): returned False; give None"),
-        ({"arithmetic": Arithmetic()}, "arithmetic: Arithmetic("),
+        ({"missing": lambda device: False}, "missing('cpu'): returned False; return None"),
         ({"arithmetic": lambda: None}, "arithmetic('float32', 'cpu'): raised TypeError"),
         (
             {"arithmetic": lambda dtype, device: None if dtype == "float16" else Arithmetic()},
-            "arithmetic('float16', 'cpu'): None is no flashproof.Arithmetic",
-        ),
-        (
-            {"arithmetic": lambda dtype, device: Arithmetic(weights=cast(Any, "float64"))},
-            "arithmetic('float32', 'cpu').weights: 'float64' is none of 'input', 'float32'",
+            "arithmetic('float16', 'cpu'): returned None; return a flashproof.Arithmetic",
         ),
         (
             {"arithmetic": lambda dtype, device: Arithmetic(exp_ulps=-3)},
-            "arithmetic('float32', 'cpu').exp_ulps: -3 will not do",
-        ),
-        (
-            {"arithmetic": lambda dtype, device: Arithmetic(key_tile=cast(Any, 1.5))},
-            "arithmetic('float32', 'cpu').key_tile: 1.5 is no int | None",
+            "arithmetic('float32', 'cpu'): Arithmetic.exp_ulps: -3 will not do",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_claim_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], words: str) -> None:
-    """The error names the implementation, the field, its value and what would do."""
+def test_a_claim_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], words: str) -> None:
+    """The error names the implementation, the call, its answer and what would do."""
     claimed: dict[str, Any] = {"name": "mine", "attention": three} | fields
     monkeypatch.setattr(sys.modules[__name__], "exported", Implementation(**claimed), raising=False)
     name = f"{__name__}:exported"
@@ -361,7 +381,7 @@ def test_a_file_without_an_attribute(tmp_path: Path) -> None:
     """The error says what the file has to offer."""
     file = tmp_path / "mine.py"
     file.write_text("import math\n\ndef attention(query, key, value):\n    return query\n\nimplementation = None\n")
-    with pytest.raises(ValueError, match=r"mine\.py: which attribute of it\? It defines attention, implementation; give"):
+    with pytest.raises(ValueError, match=r"mine\.py: names no attribute\. It defines attention, implementation; give"):
         loading.load(str(file))
     with pytest.raises(ValueError, match=r"is a directory; name a file in it and an attribute, as '.*/mine\.py:attention'"):
         loading.load(str(tmp_path))
@@ -370,7 +390,8 @@ def test_a_file_without_an_attribute(tmp_path: Path) -> None:
 def test_a_file_that_fails(tmp_path: Path) -> None:
     """What went wrong, and where; a broken file is not taken for a missing backend, a missing backend is named."""
     broken, needy, misspelt = tmp_path / "broken.py", tmp_path / "needy.py", tmp_path / "misspelt.py"
-    leaving, alone, kernel = tmp_path / "leaving.py", tmp_path / "alone.py", tmp_path / "kernel.cu"
+    leaving, alone, kernel, claiming = (tmp_path / name for name in ("leaving.py", "alone.py", "kernel.cu", "claiming.py"))
+    claiming.write_text("from flashproof import Arithmetic\n\nclaim = Arithmetic(weights='banana')\n")
     leaving.write_text("raise SystemExit(3)\n")
     alone.write_text("from . import sibling\n")
     kernel.write_text("__global__ void attention() {}\n")
@@ -379,12 +400,14 @@ def test_a_file_that_fails(tmp_path: Path) -> None:
     needy.write_text("import no_such_package.kernels\n")
     with pytest.raises(ValueError, match=r"ZeroDivisionError: .*broken\.py, line 2"):
         loading.load(f"{broken}:attention")
+    with pytest.raises(ValueError, match=r"claiming\.py:attention: Arithmetic\.weights: 'banana' will not .* \(.*claiming\.py, line 3\)$"):
+        loading.load(f"{claiming}:attention")
     with pytest.raises(ValueError, match=r"SyntaxError: expected ':' \(misspelt\.py, line 1\)$"):
         loading.load(f"{misspelt}:attention")
     with pytest.raises(ImportError, match=r"needy\.py needs 'no_such_package', which is not installed") as raised:
         loading.load(f"{needy}:attention")
     assert raised.value.name == "no_such_package"
-    with pytest.raises(ValueError, match=r"failed with SystemExit: 3 \(.*leaving\.py, line 1\); put what it does"):
+    with pytest.raises(ValueError, match=r"failed with SystemExit: 3 \(.*leaving\.py, line 1\); move what it does"):
         loading.load(f"{leaving}:attention")
     with pytest.raises(ValueError, match=r"no known parent package .*; give each folder of its package an __init__"):
         loading.load(f"{alone}:attention")
@@ -419,6 +442,35 @@ def attention(query, key, value):
     assert runs.read_text() == "vehicles.fast.kernel\n"
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_file_of_a_folder_without_init(order: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file runs once, whether its path or its module is named first."""
+    folder = f"loose{order % 3}"
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "attn.py").write_text("with open('runs', 'a') as runs:\n    runs.write('.')\ndef f(query, key, value):\n    return query\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    first, *others = (loading.load(name).attention for name in [f"{folder}/attn.py:f", f"{folder}.attn:f", f"{folder}.attn.f"][::order])
+    assert all(other is first for other in others)
+    assert (tmp_path / "runs").read_text() == "."
+
+
+def test_a_module_below_src(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says how to make it importable, and names nothing that src/ does not hold."""
+    (tmp_path / "src" / "layered").mkdir(parents=True)
+    (tmp_path / "src" / "layered" / "attn.py").write_text("def f(query, key, value):\n    return query\n")
+    (tmp_path / "needy_bench.py").write_text("from layered.attn import f\n")
+    monkeypatch.chdir(tmp_path)
+    importable = r"; src/layered is not importable yet; run `pip install -e \.`, or set PYTHONPATH=src$"
+    for name in ("layered.attn:f", "needy_bench.py:f"):
+        with pytest.raises(ImportError, match=importable):
+            loading.load(name)
+    with pytest.raises(ValueError, match=r"no implementation .*; src/layered/attn\.py is not importable yet; run `pip"):
+        loading.load("layered.attn.f")
+    with pytest.raises(ImportError, match=r"there is no module 'unlayered'.*; give a name"):
+        loading.load("unlayered.attn:f")
+
+
 def test_a_package_of_another_place(tmp_path: Path) -> None:
     """Two packages of one name cannot be imported into one process. The error says which one is there."""
     for place in ("first", "second"):
@@ -427,7 +479,7 @@ def test_a_package_of_another_place(tmp_path: Path) -> None:
         (package / "__init__.py").touch()
         (package / "kernel.py").write_text("def attention(query, key, value):\n    return query\n")
     loading.load(f"{tmp_path}/first/twins/kernel.py:attention")
-    with pytest.raises(ImportError, match=r"belongs to the package 'twins' of .*second.*first/twins.*rename the package"):
+    with pytest.raises(ImportError, match=r"its package 'twins' in .*second cannot be imported, .*first/twins.*; rename the package"):
         loading.load(f"{tmp_path}/second/twins/kernel.py:attention")
 
 
