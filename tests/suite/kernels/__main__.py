@@ -28,5 +28,5 @@ said.heard, said.asks_all, unheard = {}, "--all" in sys.argv, Unheard()
 gates = [str(Path(__file__).resolve().with_name(name)) for name in ("test_compile.py", "test_cuda_compile.py")]
 status = pytest.main(["-n0", "-q", "--assert=plain", "-W", "ignore::pytest.PytestAssertRewriteWarning", *gates], plugins=[unheard])
 if status or unheard.count:
-    sys.exit(f"{said.PLACE.name}: not written, since {unheard.count} tests did not pass")
+    sys.exit(f"{said.PLACE.name}: the file was not written, because {unheard.count} tests did not pass")
 said.write(said.heard)

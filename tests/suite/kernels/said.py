@@ -16,6 +16,7 @@ from pathlib import Path
 
 PLACE = Path(__file__).resolve().parents[3] / "reports" / "compilers.json.gz"
 DAYS = 10  # in which everything is asked again
+ADVICE = "run `python -m flashproof.tests.suite.kernels` to write the file anew"
 
 heard: dict[str, str] | None = None  # what is known by now, while the file is written anew
 asks_all = False  # whether the file is written without what it holds
@@ -36,7 +37,7 @@ def hold(key: str, answer: str) -> None:
     if heard is not None:
         heard[key] = answer
     elif (kept := _kept(PLACE).get(key, answer)) != answer:
-        raise ValueError(f"{PLACE.name}: says {kept} of {key}, and the compiler {answer}; `python -m flashproof.tests.suite.kernels` writes it anew")
+        raise ValueError(f"{PLACE.name}: holds {kept!r} under {key}, but the compiler now says {answer!r}; {ADVICE}")
 
 
 def write(answers: dict[str, str]) -> None:
@@ -49,5 +50,5 @@ def _kept(place: Path) -> dict[str, str]:
     try:
         answers: dict[str, str] = json.loads(gzip.decompress(place.read_bytes())) if place.exists() else {}
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise ValueError(f"{place.name}: cannot be read ({error}); `python -m flashproof.tests.suite.kernels` writes it anew") from error
+        raise ValueError(f"{place.name}: cannot be read ({type(error).__name__}: {error}); {ADVICE}") from error
     return answers

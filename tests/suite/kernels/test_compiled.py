@@ -16,7 +16,7 @@ Form = tuple[tuple[int, ...], tuple[int, ...], int, int]
 
 def form(tensor: Tensor) -> Form:
     """All but the values: shape, strides, place in the buffer, alignment in memory."""
-    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.data_ptr() % 64
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.data_ptr() % 64
 
 
 class Compiled:

@@ -51,11 +51,11 @@ def test_what_is_kept_is_believed_on_other_days(monkeypatch: pytest.MonkeyPatch)
 def test_what_a_compiler_says_is_held_against_what_is_kept() -> None:
     said.hold(KEYS[0], "128 0")
     said.hold("f" * 32, "255 16")  # of changed sources nothing is kept, so that nothing is contradicted
-    with pytest.raises(ValueError, match=r"says 128 0 of .* and the compiler 128 8"):
+    with pytest.raises(ValueError, match=r"holds '128 0' under .*, but the compiler now says '128 8'; run `python"):
         said.hold(KEYS[0], "128 8")
 
 
 def test_a_damaged_file_is_named() -> None:
     said.PLACE.write_bytes(said.PLACE.read_bytes()[:-9])
-    with pytest.raises(ValueError, match=r"compilers.json.gz: cannot be read .* `python -m flashproof.tests.suite.kernels` writes it anew"):
+    with pytest.raises(ValueError, match=r"compilers.json.gz: cannot be read .*; run `python -m flashproof.tests.suite.kernels` to write"):
         said.hold(KEYS[0], "128 0")
