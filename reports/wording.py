@@ -65,7 +65,7 @@ def bytes_(count: int) -> str:
 
 def bias_unit(dtype: str) -> str:
     """The unit of a bias: the bound in float32, a unit in the last place of the output in 16 bit."""
-    return "of the bound" if dtype == "float32" else "ulp"
+    return "times the bound" if dtype == "float32" else "ulp"
 
 
 def repeat_line(judgement: Judgement) -> str:
