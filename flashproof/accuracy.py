@@ -40,9 +40,9 @@ class Verdict:
     rho_statistical: float | None  # over the probabilistic bound, where it gates: float32 on FMA units
     worst: Worst  # the element with the larger of the two: index, got, exact, error, bound
     bias: Bias | None  # None where it is not judged: of lse, of few rows or columns
-    certainty: (
-        Certainty  # "certified": inside balls; "sampled": float64, rows of it held against balls; "bounded": float64
-    )
+    # "certified": the exact value is enclosed in a ball; "bounded": it is float64's; "sampled": the same, with rows
+    # compared with balls.
+    certainty: Certainty
     passed: bool
     row: str  # what the row of the worst element looks like, where the tensor failed
     bound: Float64[Tensor, "*shape"] | None  # of every element, where it was asked for
@@ -74,7 +74,7 @@ class Verdicts(Mapping[TensorName, Verdict]):
 
     def __getitem__(self, tensor: TensorName) -> Verdict:
         if tensor not in self.by_tensor:
-            raise KeyError(f"{tensor}: not judged; {', '.join(self.by_tensor)} were")
+            raise KeyError(f"{tensor}: was not judged; the verdicts are on {', '.join(self.by_tensor)}")
         return self.by_tensor[tensor]
 
     def __iter__(self) -> Iterator[TensorName]:
@@ -209,11 +209,11 @@ def _checked_answer(
         raise ValueError(f"dout: None was given with {gradients[0]}; give the output gradient that it was computed for")
     if dout is not None and not gradients:
         raise ValueError(
-            "dq, dk, dv: None was given for all three, with dout; give a gradient, as query.grad is after a backward, "
-            "or no dout"
+            "dout: was given without dq, dk and dv; give at least one of them, such as query.grad after a backward, "
+            "or leave dout out"
         )
     if not answer:
-        raise ValueError("out: None was given, and no lse, dq, dk or dv; give what the kernel answered")
+        raise ValueError("out: None was given, and so were lse, dq, dk and dv; give at least one result of the kernel")
     like = {"out": query, "dout": query, "lse": query[..., 0], "dq": query, "dk": key, "dv": key}
     tensors: dict[str, object] = {str(name): tensor for name, tensor in answer.items()}
     if dout is not None:
@@ -300,8 +300,8 @@ def _problem(
         if len(wrong):
             index = tuple(wrong[0].tolist())
             raise ValueError(
-                f"{name}: holds {tensor[index].item()} at {list(index)}, where it is seen; "
-                "give finite numbers, since the exact result is not defined for others"
+                f"{name}: holds {tensor[index].item()} at {list(index)}, where a result depends on it; "
+                "give finite numbers, since the exact result is defined for these alone"
             )
     cleaned: dict[str, Any] = {name: torch.where(used[name][..., None], tensor, 0.0) for name, tensor in named.items()}
     return replace(problem, **cleaned)

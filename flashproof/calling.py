@@ -183,7 +183,7 @@ def attend(
         answer = go_back(call, plain=True) if backward and call.carries_gradient else call.answer()
     except Refused as refusal:
         if about in _answered:
-            raise Fault(f"refused what it had answered before: {refusal}") from refusal
+            raise Fault(f"refused a case that it had answered before: {refusal}") from refusal
         raise
     _answered.add(about)
     return answer
@@ -236,7 +236,7 @@ def forward(
     if early is not None and not _same_bits(early, tensors["out"]):
         raise Fault(
             "out was not ready when the caller's stream read it: it is computed in another stream, "
-            "which the caller's does not wait for"
+            "and the caller's stream does not wait for that one"
         )
     _check_untouched(given, before)
     return Forward(
@@ -360,7 +360,7 @@ def _check_untouched(given: dict[str, Tensor], before: dict[str, Tensor]) -> Non
             first = (int(places[0]) - start) // size
             raise Fault(
                 f"the call wrote to memory around its {name}, which it does not own: "
-                f"first at element {first:+d} from the tensor's first"
+                f"first at element {first:+d}, counted from the tensor's first"
             )
         raise Fault(f"the call changed its {name}")
 
@@ -387,7 +387,7 @@ def _one_process() -> Generator[None, None, None]:
         if os.getpid() != process:
             os._exit(FORKED)
     if _forks != forks and _a_child_came_back():
-        raise Fault("the call forked its process, and both came back")
+        raise Fault("the call forked its process, and both processes returned from it")
 
 
 def _a_child_came_back(patience: float = 2.0) -> bool:

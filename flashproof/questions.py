@@ -170,10 +170,12 @@ def _other_layouts(problem: Problem) -> Iterator[_Other]:
             scale=problem.scale,
             mask=Mask(heads, problem.key.shape[1], problem.mask.causal),
         )
-        yield _Other("over [batch, length, heads, dim]: heads and length are exchanged", other, view=transposed)
+        yield _Other(
+            "for tensors of the layout [batch, length, heads, dim]: it attends over heads", other, view=transposed
+        )
     if heads != queries:
         yield _Other(
-            "in memory of the layout [batch, length, heads, dim], read as [batch, heads, length, dim]",
+            "if its memory is read as [batch, length, heads, dim]",
             problem,
             view=lambda tensor: tensor.reshape(batch, queries, heads, dim).transpose(1, 2),
             only=("out", "dq"),

@@ -95,7 +95,9 @@ def failure_block(judgement: Judgement, threshold: str = "") -> str:
     threshold: "passes at magnitude 8, fails from 16", from a sweep. It is shown where the run itself found no such words.
     """
     lines = finding(judgement, judgement.implementation, judgement.tensor or judgement.check, judgement.dtype)
-    lines += ["" if judgement.message else threshold, judgement.message.strip(), f"again: {repeat_line(judgement)}"]
+    message = judgement.message.strip()
+    message += "\n" if "\n\n" in message else ""  # code stands apart
+    lines += ["" if message else threshold, message, f"again: {repeat_line(judgement)}"]
     return "\n".join(line for line in lines if line)
 
 

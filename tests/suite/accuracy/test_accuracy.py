@@ -124,7 +124,7 @@ def test_every_failing_tensor_is_told_of_the_worst_first() -> None:
     assert [verdicts[name].passed for name in ("out", "dq", "dk", "dv")] == [True, False, False, True]
     assert verdicts["dk"].worst_rho == math.inf
     assert str(verdicts).index("dk  float32") < str(verdicts).index("dq  float32") < str(verdicts).index("out  float32")
-    with pytest.raises(KeyError, match="lse: not judged; dk, dq, "):
+    with pytest.raises(KeyError, match="lse: was not judged; the verdicts are on dk, dq, "):
         verdicts["lse"]
 
 
@@ -185,9 +185,9 @@ def test_tensors_in_the_wrong_place_are_named() -> None:
     repeated = fa2(query, key.repeat(1, 2, 1, 1), value.repeat(1, 2, 1, 1))
     assert "with query head h on key head h % 2, not h // 2" in text_of(repeated, query, key, value, enable_gqa=True)
     over_heads = fa2(*(tensor.transpose(1, 2) for tensor in (query, query, query))).transpose(1, 2)
-    assert "over [batch, length, heads, dim]" in text_of(over_heads, query, query, query)
+    assert "for tensors of the layout [batch, length, heads, dim]" in text_of(over_heads, query, query, query)
     memory = fa2(query, query, query).transpose(1, 2).reshape(query.shape)
-    assert "in memory of the layout [batch, length, heads, dim]" in text_of(memory, query, query, query)
+    assert "this is the answer if its memory is read as [batch, length, heads, dim]" in text_of(memory, query, query, query)
     out, lse = fa2(query, query, query, return_lse=True)
     lse = lse / math.log(2.0)
     assert "lse is 1.443 times the exact result, which makes it a logarithm to base 2" in text_of(out, query, query, query, lse=lse)
@@ -223,7 +223,7 @@ def test_nan_in_a_key_that_no_query_sees_changes_nothing() -> None:
     query, key, value = (torch.randn(1, 2, 40, 16) for _ in range(3))
     longer = [torch.cat([tensor, torch.full((1, 2, 9, 16), math.nan)], dim=2) for tensor in (key, value)]
     flashproof.assert_accurate(sdpa_causal(query, key, value), query, *longer, is_causal=True)
-    with pytest.raises(ValueError, match=r"key: holds nan at \[0, 0, 40, 0\], where it is seen; give finite numbers"):
+    with pytest.raises(ValueError, match=r"key: holds nan at \[0, 0, 40, 0\], where a result depends on it; give finite numbers"):
         flashproof.judge(query, query, *longer)
 
 
@@ -276,7 +276,7 @@ def test_long_inputs_take_memory_in_proportion() -> None:
 
 Q = torch.randn(1, 2, 8, 16)
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"out": None}, ValueError, "out: None was given, and no lse, dq, dk or dv; give what the kernel answered"),
+    ({"out": None}, ValueError, "out: None was given, and so were lse, dq, dk and dv; give at least one result of the kernel"),
     ({"out": [1.0]}, TypeError, r"out: list is not a tensor; give one of shape \[1, 2, 8, 16\]"),
     ({"out": Q.mT}, ValueError, r"out: shape \[1, 2, 16, 8\] does not fit the inputs; give \[1, 2, 8, 16\]$"),
     ({"out": Q.transpose(1, 2)}, ValueError, r"give \[1, 2, 8, 16\], that is out.transpose\(1, 2\)"),
@@ -284,11 +284,11 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lse": Q[..., :1]}, ValueError, r"lse: shape .* give \[1, 2, 8\], that is lse.squeeze\(-1\)"),
     ({"lse": Q[..., 0].half()}, TypeError, "lse: dtype torch.float16 is not taken; give torch.float32"),
     ({"dq": Q}, ValueError, "dout: None was given with dq; give the output gradient that it was computed for"),
-    ({"dout": Q}, ValueError, "dq, dk, dv: None was given for all three, with dout; give a gradient"),
+    ({"dout": Q}, ValueError, "dout: was given without dq, dk and dv; give at least one of them"),
     ({"dout": Q, "dk": Q[:, :1]}, ValueError, r"dk: shape \[1, 1, 8, 16\] does not fit the inputs"),
     ({"dout": Q[:, :, :4], "dq": Q}, ValueError, r"dout: shape \[1, 2, 4, 16\] does not fit the inputs"),
     ({"query": Q.double()}, TypeError, "query: dtype torch.float64 is not taken; give float32, float16 or bfloat16"),
-    ({"query": Q * math.inf}, ValueError, r"query: holds (inf|-inf) at \[0, 0, 0, 0\], where it is seen"),
+    ({"query": Q * math.inf}, ValueError, r"query: holds (inf|-inf) at \[0, 0, 0, 0\], where a result depends on it; give finite numbers"),
     ({"key": Q[:, :1], "value": Q[:, :1]}, ValueError, "enable_gqa=True"),
     ({"scale": "1"}, TypeError, "scale: '1' is not a number"),
     ({"causal_alignment": "left"}, ValueError, "causal_alignment: 'left' is unknown"),

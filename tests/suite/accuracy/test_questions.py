@@ -58,7 +58,7 @@ SAID: dict[Callable[..., Tensor], tuple[str, str]] = {
     scale_off_by_a_thousandth: ("causal", "this is the answer with a scale of 0.177, not 0.1768"),
     no_mask: ("causal", "this is the answer without the causal mask"),
     bottom_right: ("k60 causal", "this is the answer with the causal mask aligned at the bottom right"),
-    other_layout: ("", "this is the answer over [batch, length, heads, dim]: heads and length are exchanged"),
+    other_layout: ("", "this is the answer for tensors of the layout [batch, length, heads, dim]: it attends over heads"),
     exchanged: ("", "this is the answer with key and value exchanged"),
 }
 

@@ -86,6 +86,11 @@ def test_lines_of_a_failure(fields: dict[str, Any], line: str) -> None:
     assert line in wording.failure_block(judgement(status="failed", **fields)).splitlines()
 
 
+def test_code_in_a_message_stands_apart() -> None:
+    failing = judgement(status="failed", message="out is a tuple; add this:\n\ndef verified(query):\n    return query")
+    assert wording.failure_block(failing).splitlines()[-5:-1] == ["", "def verified(query):", "    return query", ""]
+
+
 def test_the_words_of_the_run_replace_those_of_a_sweep() -> None:
     failing = judgement(status="failed", rho=7.0, message="this is the answer without the causal mask")
     block = wording.failure_block(failing, "passes at magnitude 8, fails from 16").splitlines()

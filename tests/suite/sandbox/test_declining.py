@@ -83,7 +83,7 @@ def test_what_was_answered_is_not_declined(error: Exception) -> None:
     """Who has answered a shape takes it."""
     implementation = of_callable(kernel(error, after=1), f"answering, then {error!r}")
     attend(implementation, CASE, inputs(CASE), backward=False)
-    with pytest.raises(Fault, match="refused what it had answered before"):
+    with pytest.raises(Fault, match="refused a case that it had answered before"):
         attend(implementation, CASE, inputs(CASE), backward=False)
 
 
