@@ -14,6 +14,7 @@ from flashproof.cases import Case
 from flashproof.impls.catalogue import CATALOGUE
 from flashproof.impls.spec import DTYPES, Device
 from flashproof.registry import checks
+from flashproof.reports.__main__ import files_of
 from flashproof.reports.record import Environment, Judgement, Record, read
 
 SMALL = "b1 h1 q5 k5 d8 float32"
@@ -136,9 +137,20 @@ def test_an_error_on_the_command_line(project: Path, words: list[str], says: str
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("words", [["--help"], ["verify", "--help"], ["list"], ["report", "none.jsonl", "-o", "site"]])
-def test_nothing_is_imported_that_takes_long(tmp_path: Path, words: list[str]) -> None:
-    """Help, the list and the report start without PyTorch and without pytest."""
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--help"], ""),
+        (["verify", "--help"], ""),
+        (["list"], ""),
+        (["report", "none.jsonl", "-o", "site"], "flashproof report: none.jsonl: no such file\n"),
+        (["report", ".", "-o", "site"], "flashproof report: .: is a folder that holds no records (*.jsonl, *.jsonl.gz)\n"),
+        (["mine.py:f", "--dtype", "int8"], "ERROR: --dtype: 'int8' is unknown; give float32, float16, bfloat16\n"),
+        (["mine.py:f", "--device", "gpu"], "ERROR: --device: 'gpu' is unknown; give cpu or cuda\n"),
+    ],
+)
+def test_nothing_is_imported_that_takes_long(tmp_path: Path, words: list[str], error: str) -> None:
+    """Help, the list, the report, and errors on the command line do without PyTorch and without pytest."""
     program = (
         "import sys; from flashproof.cli import app\n"
         "try: app(sys.argv[1:])\n"
@@ -147,8 +159,18 @@ def test_nothing_is_imported_that_takes_long(tmp_path: Path, words: list[str]) -
     )
     ended = subprocess.run([sys.executable, "-c", program, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.stdout.endswith("\nset()\n"), ended.stdout + ended.stderr
-    if words[0] == "report":
-        assert ended.stderr == "flashproof report: none.jsonl: no such file\n"
+    assert ended.stderr == error
+    assert f"status {4 if error else 0}" in ended.stdout
+
+
+def test_a_report_takes_folders(tmp_path: Path) -> None:
+    """All record files below a folder, packed or not, and what is named as a file."""
+    names = ["a.jsonl", "of/b.jsonl.gz", "of/index.html"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    named = tmp_path / "of" / "index.html"
+    assert files_of([named, tmp_path]) == [named, tmp_path / "a.jsonl", tmp_path / "of" / "b.jsonl.gz"]
 
 
 def test_the_list_says_what_the_kernels_say() -> None:
