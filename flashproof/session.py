@@ -70,7 +70,8 @@ class Session:
         self.failures: list[Judgement] = []
         self.errors: list[str] = []  # of checks that ended otherwise than by a finding
         self.passed: dict[str, int] = {}
-        self.with_gradient: set[tuple[str, str]] = set()  # implementations and dtypes of which a gradient passed
+        self.passed_in: set[tuple[str, str]] = set()  # implementations and dtypes of which anything passed
+        self.with_gradient: set[tuple[str, str]] = set()  # those of which a gradient passed
         self.without_gradient: dict[tuple[str, str], set[str]] = {}  # the cases in which they refused a backward
         self.refused: dict[tuple[str, str], list[str]] = {}  # what an implementation said when it declined, by dtype
         self.left_out: dict[tuple[str, Device], str] = {}  # implementations that answer no call there, and how it ends
@@ -280,6 +281,7 @@ class Session:
         of = record.implementation, record.dtype
         if record.status == "passed":
             self.passed[record.implementation] = self.passed.get(record.implementation, 0) + 1
+            self.passed_in.add(of)
             if record.tensor in GRADIENTS:
                 self.with_gradient.add(of)
         if record.status == "failed":

@@ -3,7 +3,7 @@
     [tool.flashproof]
     report = "flashproof-report"                # the folder of the report; report/index.html is its first page
     records = "flashproof-report/runs"          # the folder of the records, one file for each run
-    known_defects = "known_defects.toml"        # what is known to fail, in the format of tests/known_defects.toml
+    known_defects = "known_defects.toml"        # what is known to fail, as `flashproof.defects` reads it
 
 Each key may be left out. The options `--report` and `--records` of a run go before the table.
 """
@@ -21,7 +21,7 @@ class Settings:
 
     report: Path = Path(FOLDER)  # the HTML report: `report`/index.html
     records: Path = Path(FOLDER) / "runs"  # one file of JSON lines for each run
-    known_defects: Path | None = None  # what is known to fail, in the format of tests/known_defects.toml
+    known_defects: Path | None = None  # what is known to fail; `flashproof.defects` has the format
 
     @classmethod
     def of(cls, folder: Path) -> "Settings":

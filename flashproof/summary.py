@@ -72,9 +72,8 @@ def verdict(session: Session) -> Line:
     if session.clock:
         said = "no fault found by a quick run,"
     forward = forward_only(session)
-    reached = {(target.name, target.dtype) for target in session.selection.targets if session.passed.get(target.name)}
     if forward:
-        said += " forward only" if reached <= set(forward) else " in part forward only"
+        said += " forward only" if session.passed_in <= set(forward) else " in part forward only"
     words = f"{said.rstrip(',') if passed else 'not verified'}: {wording.plural(ended, 'check')}"
     if narrowed:
         # Checks of the user's own are none of flashproof's.
@@ -87,7 +86,7 @@ def verdict(session: Session) -> Line:
     if forward:
         cases = wording.plural(sum(len(session.without_gradient[pair]) for pair in forward), "case")
         words += f"; {cases} refused a backward, and no gradient was judged"
-        words += "" if reached <= set(forward) else f" of {_listed(forward)}"
+        words += "" if session.passed_in <= set(forward) else f" of {_listed(forward)}"
     return Line(words, "green" if passed else "red")
 
 
@@ -113,7 +112,7 @@ def _has_paths(session: Session) -> bool:
 
 def forward_only(session: Session) -> list[tuple[str, str]]:
     """Implementations and dtypes that refused every backward, so that their output alone was verified."""
-    return [of for of in session.without_gradient if of not in session.with_gradient and session.passed.get(of[0])]
+    return [of for of in session.without_gradient if of in session.passed_in and of not in session.with_gradient]
 
 
 def _listed(pairs: list[tuple[str, str]]) -> str:

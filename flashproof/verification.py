@@ -192,7 +192,7 @@ def _work(wanted: Wanted, folder: Path) -> None:
         if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             outcome["checks"] = session.outcomes.total() - session.outcomes["skipped"]
             outcome["verdict"] = summary.verdict(session).text
-            outcome["forward_only"] = bool(session.without_gradient) and not session.with_gradient
+            outcome["forward_only"] = bool(summary.forward_only(session)) and not session.with_gradient
             outcome["unverified"] = {name: summary.reason(session, name) for name in summary.unverified(session)}
             lines = [line.text for line in summary.last_lines(session)]
             outcome["said"] = [line for line in lines if not line.startswith("not verified: ")]

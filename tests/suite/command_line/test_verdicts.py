@@ -47,17 +47,14 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-TARGETS = [SimpleNamespace(name="f", dtype=dtype) for dtype in DTYPES]
-
-
 def session(**fields: Any) -> Any:
     """A run of three checks that all passed, but for the fields that are given."""
     options = {"keyword": fields.pop("keyword", "")}
-    selection = {"cases": [], "dtypes": DTYPES, "device": None, "targets": TARGETS, "whole": lambda: 3}
+    selection: dict[str, Any] = {"cases": [], "dtypes": DTYPES, "device": None, "whole": lambda: 3}
     selection |= {name: fields.pop(name) for name in list(fields) if name in selection}
     config = SimpleNamespace(option=SimpleNamespace(**options), args_source=None)
     about = {"status": 0, "outcomes": Counter(passed=3), "reasons": Counter(), "clock": None, "is_whole": True}
-    about |= {"passed": {"f": 3}, "without_gradient": {}, "with_gradient": set()}
+    about |= {"passed_in": {("f", dtype) for dtype in DTYPES}, "without_gradient": {}, "with_gradient": set()}
     return SimpleNamespace(config=config, selection=SimpleNamespace(**selection), **(about | fields))
 
 
@@ -87,6 +84,10 @@ def session(**fields: Any) -> Any:
         ),
         (
             {"without_gradient": {("f", "float16"): {"q4"}}, "with_gradient": {("f", "float16")}},
+            "verified: 3 checks: 3 passed",
+        ),
+        (  # of float16 it refused everything
+            {"without_gradient": {("f", "float16"): {"q4"}}, "passed_in": {("f", "float32")}},
             "verified: 3 checks: 3 passed",
         ),
         (
