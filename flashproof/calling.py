@@ -413,7 +413,7 @@ def _failed_forward(error: BaseException, implementation: Implementation, inputs
     tensors = (inputs.query, inputs.key, inputs.value)
     might = implementation.bare and not is_answered and (declines(error) or isinstance(error, AttributeError))
     if might and diagnosis.works_on_arrays(implementation.attention, *tensors):
-        words = f"it works on NumPy arrays, and was given tensors ({told(error)})"
+        words = f"it works on NumPy arrays, and was given tensors: {told(error)}"
         return Fault(
             f"{words}; {diagnosis.converting(implementation.attention, implementation.name)}", of_every_call=True
         )

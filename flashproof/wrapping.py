@@ -132,7 +132,7 @@ def _wrapper(
     lines += ["", ""] if lines else []
     lines.append(f"def {VERIFIED}({signature}):")
     if unknown:
-        lines.append(f"    # Put the value of {' and of '.join(unknown)} in place of None.")
+        lines.append(f"    # Put your own value in place of each None: {', '.join(unknown)}.")
     lines += [f"    {line}" for line in [*([DEFAULT_SCALE] * needs_number), *first]]
     lines.append(f"    return {result.format(call=call)}")
     return "\n".join(lines)

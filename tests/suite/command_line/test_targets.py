@@ -242,7 +242,7 @@ def greedy(query: object, key: object, value: object, mask: object, *, window: i
         (two, "takes 2 positional arguments; .*takes three"),
         (
             greedy,
-            r"needs mask, window beside [\s\S]*mask and of window in place of None\.\n    return here\(query, key, value, None, window=None\)$",
+            r"needs mask, window beside [\s\S]*in place of each None: mask, window\.\n    return here\(query, key, value, None, window=None\)$",
         ),
         (behind, r"needs settings beside [\s\S]*return here\(None, query, key, value\)$"),
         (Named.apply, r"needs causal beside [\s\S]*is_causal=False\):\n    return here\(query, key, value, is_causal\)$"),
@@ -537,7 +537,7 @@ def by_driver(query, key, value):
 
 SAID_ONCE = {
     "pair": r"out is a tuple (Tensor, None), not a tensor; add this to *mine.py:verified_attention",
-    "arrays": r"it works on NumPy arrays, and was given tensors (AttributeError: *mine.py:8)",
+    "arrays": r"it works on NumPy arrays, and was given tensors: AttributeError: *mine.py:8)",
     "gives_an_array": r"out is ndarray, not a tensor; add this to *mine.py:verified_attention",
     "of_cuda": r"(CUDA: no device; AssertionError: assert query.is_cuda and key.is_cuda (*mine.py:14))",
     "of_triton": r"(CUDA: no device; RuntimeError: 0 active drivers ([]); TRITON_INTERPRET=1 runs",
