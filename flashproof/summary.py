@@ -66,28 +66,32 @@ def verdict(session: Session) -> Line:
 
     A check counts once for each dtype and device. Only a run that nothing narrows verifies an implementation.
     """
-    passed, narrowed = session.status == pytest.ExitCode.OK, narrowing(session)
+    narrowed, forward = narrowing(session), forward_only(session)
     ended, whole = session.outcomes.total(), session.selection.whole()
-    said = "passed" if narrowed else "verified"
-    if session.clock:
-        said = "no fault found by a quick run,"
-    forward = forward_only(session)
-    if forward:
-        said += " forward only" if session.passed_in <= set(forward) else " in part forward only"
-    words = f"{said.rstrip(',') if passed else 'not verified'}: {wording.plural(ended, 'check')}"
-    if narrowed:
-        # Checks of the user's own are none of flashproof's.
-        if not _has_paths(session):
-            words = words.partition(": ")[0] + f": {ended:,} of {wording.plural(max(ended, whole), 'check')}"
-        words += f", narrowed by {', '.join(narrowed)}"
+    of = f" of {whole:,}" if narrowed and not _has_paths(session) else ""  # a path may hold checks of the user's own
+    words = f"{_claim(session)}: {ended:,}{of} {'check' if (whole if of else ended) == 1 else 'checks'}"
+    words += f", narrowed by {', '.join(narrowed)}" if narrowed else ""
     counts = [f"{session.outcomes[key]:,} {how}" for key, how in ENDS.items() if session.outcomes[key]]
     words += f": {', '.join(counts)}" if counts else ""
     words += f" ({_reasons(session)})" if session.reasons else ""
     if forward:
         cases = wording.plural(sum(len(session.without_gradient[pair]) for pair in forward), "case")
         words += f"; {cases} refused a backward, and no gradient was judged"
-        words += "" if session.passed_in <= set(forward) else f" of {_listed(forward)}"
-    return Line(words, "green" if passed else "red")
+        words += f" of {_listed(forward)}" if session.passed_in - set(forward) else ""
+    return Line(words, "green" if session.status == pytest.ExitCode.OK else "red")
+
+
+def _claim(session: Session) -> str:
+    """What a verdict begins with."""
+    if session.status != pytest.ExitCode.OK:
+        return "not verified"
+    said = "passed" if narrowing(session) else "verified"
+    if session.clock:
+        said = "no fault found by a quick run"
+    if not (forward := forward_only(session)):
+        return said
+    scope = "in part forward only" if session.passed_in - set(forward) else "forward only"
+    return f"{said}, {scope}" if session.clock else f"{said} {scope}"
 
 
 def narrowing(session: Session) -> list[str]:

@@ -70,7 +70,7 @@ def test_what_can_be_read(project: Path) -> None:
 
 def test_a_defect_that_is_gone(project: Path) -> None:
     """The run fails, and says which entry is to be changed. A file that is not there is an error."""
-    words = ["mine.py:right", "-k", "contract/answers", "--dtype", "fp32"]
+    words = ["mine.py:right", "-k", "contract/answers", "--dtype", "fp32", "--records", "run.jsonl"]
     status, said = run(project, *words)
     assert status == 4
     assert said.startswith("ERROR: [tool.flashproof] known_defects: there is no file ")

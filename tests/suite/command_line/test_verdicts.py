@@ -136,7 +136,7 @@ def test_a_verdict_claims_what_was_run(fields: dict[str, Any], words: str) -> No
 )
 def test_the_last_line(project: Path, words: list[str], status: int, says: str) -> None:
     """Of the command."""
-    ended, said = run(project, *words)
+    ended, said = run(project, *words, "--records", "run.jsonl")
     assert ended == status, said
     assert re.search(says, said.rstrip()), said
     assert "0 implementations" not in said
@@ -144,7 +144,7 @@ def test_the_last_line(project: Path, words: list[str], status: int, says: str) 
 
 def test_failures_are_told_once(project: Path) -> None:
     """In a run of pytest: flashproof's block, the number of others in the same words, and the verdict."""
-    status, said = run(project, "--impl=mine.py:raises", "--impl=mine.py:wrong", "--case", SMALL, module="pytest")
+    status, said = run(project, "--impl=mine.py:raises", "--impl=mine.py:wrong", "--case", SMALL, "--records=r.jsonl", module="pytest")
     assert status == 1, said
     assert said.count("\n") < 70, said
     assert "Traceback" not in said
@@ -231,7 +231,7 @@ def test_a_report_that_cannot_be_written(project: Path, module: str) -> None:
 
 def test_git_passes_over_the_report(project: Path) -> None:
     """Where flashproof made the folder itself. One that was there stays as it is."""
-    words = ["mine.py:right", "-k", "contract/answers", "--dtype", "fp32"]
+    words = ["mine.py:right", "--quick", "-k", "contract/inputs_stay or contract/one_memory"]  # without a report
     assert run(project, *words)[0] == 0
     ignored = project / "flashproof-report" / ".gitignore"
     assert ignored.read_text() == "*\n"
