@@ -68,7 +68,8 @@ def verdict(session: Session) -> Line:
     """
     narrowed, forward = narrowing(session), forward_only(session)
     ended, whole = session.outcomes.total(), session.selection.whole()
-    of = f" of {whole:,}" if narrowed and not _has_paths(session) else ""  # a path may hold checks of the user's own
+    is_part = (narrowed or ended < whole) and not _has_paths(session)  # a path may hold checks of the user's own
+    of = f" of {whole:,}" if is_part else ""
     words = f"{_claim(session)}: {ended:,}{of} {'check' if (whole if of else ended) == 1 else 'checks'}"
     words += f", narrowed by {', '.join(narrowed)}" if narrowed else ""
     counts = [f"{session.outcomes[key]:,} {how}" for key, how in ENDS.items() if session.outcomes[key]]

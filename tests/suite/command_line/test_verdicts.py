@@ -63,6 +63,7 @@ def session(**fields: Any) -> Any:
     [
         ({}, "verified: 3 checks: 3 passed"),
         ({"status": 1, "outcomes": Counter(passed=2, failed=1)}, "not verified: 3 checks: 2 passed, 1 failed"),
+        ({"status": 2, "outcomes": Counter(passed=2)}, "not verified: 2 of 3 checks: 2 passed"),  # broken off
         ({"keyword": "a/b", "outcomes": Counter(passed=1)}, "passed: 1 of 3 checks, narrowed by -k a/b: 1 passed"),
         ({"keyword": "a"}, "verified: 3 checks: 3 passed"),  # it left nothing out
         ({"cases": [Case()]}, "passed: 3 of 3 checks, narrowed by --case: 3 passed"),
