@@ -22,6 +22,8 @@ from flashproof.reports import wording
 Transform = Callable[[Tensor], Tensor]
 _SAMPLE = 256  # queries from which another scale is estimated
 _STEPS = 6  # of that estimate
+_LEFT = 0.5  # of an error, at most, is left by what explains it: where a bound is wide, much is inside it by chance
+_FEW = 16  # elements: fewer may be multiples of the exact ones by chance
 _CLOSE = 1e-4  # a scale, or a factor, that is fitted to a wrong answer and nearer to the right one explains nothing
 
 
@@ -56,7 +58,7 @@ def answered(
     # What is fitted to a wrong answer explains it only if it meets it much better.
     limit = min(1.0, max(each.worst_rho for each in wrong) / 2.0)
     for other in _others(problem, answer, limit):
-        if met := _met(other, failed, claim):
+        if met := _met(other, failed, truth, claim):
             return f"{_subject(met, failed, other)} the answer {other.words}"
     return _multiple(failed, truth, limit)
 
@@ -69,28 +71,45 @@ def _subject(met: list[TensorName], failed: Mapping[TensorName, Tensor], other: 
     """How the sentence begins: with the names of the tensors that are met, unless these are all that can be."""
     if all(name in met for name in failed if name in other.only):
         return "this is"
-    return f"{' and '.join(met)} {'is' if len(met) == 1 else 'are'}"
+    return _are(met)
 
 
-def _met(other: _Other, failed: Mapping[TensorName, Tensor], claim: Arithmetic) -> list[TensorName]:
+def _are(names: Sequence[str]) -> str:
+    """Names as the subject of a sentence: "out is", "out, dq and dk are"."""
+    *first, last = names
+    return f"{', '.join(first)} and {last} are" if first else f"{last} is"
+
+
+def _met(other: _Other, failed: Mapping[TensorName, Tensor], truth: Exact, claim: Arithmetic) -> list[TensorName]:
     """The wrong tensors that are inside the bounds of the other question. None are unless the first one is."""
+    asked = {name: _distance(tensor, getattr(truth.answer, name)) for name, tensor in failed.items()}
     names = [name for name in failed if name in other.only]
-    parts = [_of_one_key_head(other.problem)]  # most other questions are not met by one head already: sooner known
-    parts += [other.problem] * (other.problem.key.shape[:2] != (1, 1))
-    for problem in parts:
+    # Most other questions are not met by the first head already, which is known sooner.
+    for problem in (_of_one_key_head(other.problem), other.problem):
         if not names:
             return []
-        truth = judging.exact_of(problem, claim, backward=any(name in GRADIENTS for name in names))
+        exact = judging.exact_of(problem, claim, backward=any(name in GRADIENTS for name in names))
         met = []
         for name in names:
             there = other.names.get(name, name)
-            judged = judging.judge_tensor(_part(problem, there, other.view(failed[name])), there, truth)
-            if judged.passed and judged.worst_rho <= other.limit:
+            tensor = _part(problem, there, other.view(failed[name]))
+            judged = judging.judge_tensor(tensor, there, exact)
+            is_near = (
+                problem is not other.problem or _distance(tensor, getattr(exact.answer, there)) <= _LEFT * asked[name]
+            )
+            if judged.passed and judged.worst_rho <= other.limit and is_near:
                 met.append(name)
             elif not met:
                 return []
         names = met
     return names
+
+
+def _distance(actual: Tensor, exact: Tensor) -> float:
+    """The root mean square of the errors of a tensor; inf if one is not finite."""
+    got = actual.to(exact.device, torch.float64)
+    apart = torch.where(got == exact, 0.0, (got - exact).abs())
+    return float(apart.square().mean().sqrt()) if bool(apart.isfinite().all()) else math.inf
 
 
 def _of_one_key_head(problem: Problem) -> Problem:
@@ -206,7 +225,7 @@ def _fitted_scale(problem: Problem, answer: Mapping[TensorName, Tensor]) -> floa
 
 def _multiple(failed: Mapping[TensorName, Tensor], truth: Exact, limit: float) -> str:
     """Which wrong tensors are multiples of the exact ones, as an lse to base 2, or a gradient without the scale."""
-    said = []
+    said: dict[str, list[str]] = {}
     for name, wrong in failed.items():
         exact = getattr(truth.answer, name)
         tensor = wrong.to(exact.device)
@@ -215,13 +234,13 @@ def _multiple(failed: Mapping[TensorName, Tensor], truth: Exact, limit: float) -
         factor = float((got * numbers).sum() / numbers.square().sum())
         if not math.isfinite(factor) or not factor or math.isclose(factor, 1.0, rel_tol=_CLOSE):
             continue
-        judged = judging.judge_tensor(tensor, name, truth.times(factor))
-        if not judged.passed or judged.worst_rho > limit:
+        multiple = truth.times(factor)
+        judged = judging.judge_tensor(tensor, name, multiple)
+        is_near = _distance(tensor, getattr(multiple.answer, name)) <= _LEFT * _distance(tensor, exact)
+        if int(kept.sum()) < _FEW or not is_near or not judged.passed or judged.worst_rho > limit:
             continue
-        is_base_2 = name == "lse" and math.isclose(factor, 1.0 / math.log(2.0), rel_tol=_CLOSE)
-        words = wording.told_apart(factor, 1.0)[0]
-        said.append(
-            f"{name} is {words} times the exact result"
-            + (", which makes it a logarithm to base 2" if is_base_2 else "")
-        )
-    return "; ".join(said)
+        words = f"{wording.told_apart(factor, 1.0)[0]} times the exact result"
+        if name == "lse" and math.isclose(factor, 1.0 / math.log(2.0), rel_tol=_CLOSE):
+            words += ", which makes it a logarithm to base 2"
+        said.setdefault(words, []).append(name)
+    return "; ".join(f"{_are(names)} {words}" for words, names in said.items())

@@ -131,3 +131,21 @@ def test_tensors_that_answer_another_question_are_told_from_others(wrong: dict[A
 def test_a_row_of_few_keys_reads_well(line: str, query: int, words: str) -> None:
     case = Case.parse(f"b1 h1 d8 {line}")
     assert judging.describe(inputs(case).problem(case), (0, 0, query, 0)) == words
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "wrong"),
+    [
+        ("q40 k70 d32 causal shift-250000 seed3", "out", torch.zeros_like),  # where the bound is wide
+        ("q40 k70 d32 spike x88 seed4", "dq", torch.ones_like),  # where the exact result is nearly 0
+        ("q1 k300 d16 spike x16", "lse", torch.ones_like),  # one number is a multiple of any other
+    ],
+)
+def test_nothing_is_explained_by_chance(line: str, name: Any, wrong: Callable[[Tensor], Tensor]) -> None:
+    case = Case.parse(f"b1 h1 {line}")
+    claim = arithmetic_of_callables("float32", "cpu")
+    truth = judging.exact(case, claim, "cpu")
+    answer = {name: wrong(getattr(truth.answer, name)).float()}
+    judged = [judging.judge_tensor(answer[name], name, truth)]
+    assert not judged[0].passed
+    assert questions.answered(inputs(case).problem(case), answer, judged, truth, claim) == ""
