@@ -235,7 +235,10 @@ class Pool:
             job = self._next_job(worker)
             if reason := self._left_out(job):
                 self.jobs.remove(job)
-                self._report(job, "skipped", (str(job.item.path), None, f"Skipped: {reason}"))
+                if job.blocks:  # its worker died before: the check has failed already
+                    self._report(job, "failed", "\n\n".join(job.blocks))
+                else:
+                    self._report(job, "skipped", (str(job.item.path), None, f"Skipped: {reason}"))
                 continue
             if worker is None or worker.owner != job.owner:
                 if worker is not None:

@@ -26,6 +26,11 @@ def forward_only(query, key, value):
 
 def raises(query, key, value):
     raise KeyError("a bug")
+
+
+def hangs(query, key, value):
+    while True:
+        pass
 """
 OWN_CHECK = '''
 from flashproof import Subject, check
@@ -124,6 +129,11 @@ def test_a_verdict_claims_what_was_run(fields: dict[str, Any], words: str) -> No
             0,
             r"\npassed: 60 of \d+ checks",
         ),
+        (  # a check in which a worker died has failed, though the rest of it is left out
+            ["mine.py:hangs", "--quick", "--time-limit", "0.3"],
+            1,
+            r"\nnot verified: \d+ of \d+ checks, narrowed by --quick: \d failed, \d+ left out \(not run\)$",
+        ),
         (["mine.py:right", "-k", "nosuch"], 4, r"^ERROR: -k: 'nosuch' matches no check .*flashproof list --checks.*$"),
         (["tiled.fa2", "-k", "nosuch", "-n2"], 4, r"^ERROR: -k: 'nosuch' matches no check .*$"),
         pytest.param(
@@ -133,7 +143,7 @@ def test_a_verdict_claims_what_was_run(fields: dict[str, Any], words: str) -> No
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device"),
         ),
     ],
-    ids=["forward-only", "check", "dtypes", "no-check", "no-check-in-processes", "no-device"],
+    ids=["forward-only", "check", "dtypes", "hang", "no-check", "no-check-in-processes", "no-device"],
 )
 def test_the_last_line(project: Path, words: list[str], status: int, says: str) -> None:
     """Of the command."""
