@@ -144,7 +144,10 @@ def test_an_error_on_the_command_line(project: Path, words: list[str], says: str
         (["verify", "--help"], ""),
         (["list"], ""),
         (["report", "none.jsonl", "-o", "site"], "flashproof report: none.jsonl: no such file\n"),
-        (["report", ".", "-o", "site"], "flashproof report: .: is a folder that holds no records (*.jsonl, *.jsonl.gz)\n"),
+        (
+            ["report", ".", "-o", "site"],
+            "flashproof report: .: is a folder that holds no records (*.jsonl, *.jsonl.gz)\n",
+        ),
         (["mine.py:f", "--dtype", "int8"], "ERROR: --dtype: 'int8' is unknown; give float32, float16, bfloat16\n"),
         (["mine.py:f", "--device", "gpu"], "ERROR: --device: 'gpu' is unknown; give cpu or cuda\n"),
     ],
