@@ -56,8 +56,7 @@ def test_memory_growth(subject: Subject, recorder: Recorder) -> None:
             )
             if subject.implementation.supports.linear_memory and direction in before:
                 message = (
-                    f"{direction}: {count} bytes beyond inputs and outputs at length {case.queries}, "
-                    f"more than twice the {before[direction]} at half of it"
+                    f"{direction}: {count} bytes beyond inputs and outputs at length {case.queries}, more than twice the {before[direction]} at half of it"
                 )
                 subject.expect(count <= 2 * before[direction], case, message)
             else:
