@@ -105,7 +105,7 @@ MAY = {
 }
 # Lines that compare something else.
 OTHER: dict[str, str] = {
-    "flashproof/accuracy.py": "whether two scales are the same question",
+    "flashproof/questions.py": "whether two scales are the same question",
     "reports/wording.py": "how many digits a figure is shown with",
     "tests/suite/kernels/test_cuda_gpu.py": "seconds",
     "tests/suite/oracles/test_spread.py": "how far the model of the spread may be from what is measured of it",

@@ -263,7 +263,7 @@ def test_the_command_merges_and_says_where(tmp_path: Path, capsys: pytest.Captur
     ("records", "output", "message"),
     [
         ("absent.jsonl", "site", "absent.jsonl: no such file"),
-        (".", "site", "is a directory; name the record files in it"),
+        ("no-records", "site", "no-records: is a folder that holds no records"),
         ("empty.jsonl", "site", "empty.jsonl: holds no records"),
         ("foreign.jsonl", "site", "foreign.jsonl, line 1: not a record of flashproof"),
         ("cut.jsonl.gz", "site", "cut.jsonl.gz: cannot be unpacked"),
@@ -271,6 +271,7 @@ def test_the_command_merges_and_says_where(tmp_path: Path, capsys: pytest.Captur
     ],
 )
 def test_errors_name_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str], records: str, output: str, message: str) -> None:
+    (tmp_path / "no-records").mkdir()
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "foreign.jsonl").write_text('{"hello": 1}\n')
     good = building.write(tmp_path / "good.jsonl", [environment(), judgement()])
