@@ -40,5 +40,5 @@ def in_short(alike: Sequence[Sequence[Judgement]], most: int = SHOWN) -> Iterato
         where = len({(one.check, one.dtype) for one in group}) - 1
         also = f", and {wording.plural(where, 'check')} more in the same words" if where else ""
         yield f"failed: {first.check}, {first.dtype}: {said.partition(chr(10))[0]}{also}"
-    if rest := sum(len({(one.check, one.dtype) for one in group}) for group in alike[most:]):
-        yield f"and {wording.plural(rest, 'more failed check')}"
+    if rest := sum(len(group) for group in alike[most:]):
+        yield f"and {wording.plural(rest, 'more failure')}"

@@ -41,11 +41,15 @@ def parameters(session: Session, metafunc: pytest.Metafunc) -> list[object]:
 
 
 def arrange(session: Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves the checks alone in a verification, puts the items in order, and marks those that cannot pass."""
-    if session.asked and not session.times:
+    """Leaves the checks alone in a verification, puts the items in order, and marks those that cannot pass.
+
+    Where paths are given, the tests of a project that stand there stay.
+    """
+    if session.asked and not session.times and (session.is_clone or not session.has_paths):
         chosen = [item for item in items if target_of(item) is not None]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+    session.others = {item.nodeid for item in items if target_of(item) is None}
     session.chosen = len(items)
     for item in items:
         if found := check_of(getattr(item, "function", None)):

@@ -1,5 +1,7 @@
 """Which processes run the checks: those of pytest-xdist, for the catalogue, or workers, for external kernels."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from flashproof.loading import is_external
 from flashproof.reports import wording
 from flashproof.reports.record import Judgement
 from flashproof.sandbox.pool import Pool
-from flashproof.session import POOL_SIZE, PoolRun, Session, left_by_a_crash, processes
+from flashproof.session import POOL_SIZE, PoolRun, Session, left_by_a_crash, processes, target_of
 
 
 def choose(config: pytest.Config) -> None:
@@ -59,7 +61,14 @@ def run_in_workers(session: Session, tests: pytest.Session) -> bool | None:
     if not session.uses_pool or tests.testsfailed:
         return None
     spawns = torch.cuda.is_available() or session.config.option.flashproof_spawn
-    Pool(tests, PoolRun(session), count=session.pool_size, spawns=spawns).run()
+    checks = [item for item in tests.items if target_of(item) is not None]
+    Pool(tests, checks, PoolRun(session), count=session.pool_size, spawns=spawns).run()
+    own = [item for item in tests.items if target_of(item) is None]  # tests of the project, where paths are given
+    for item, following in pairwise([*own, None]):
+        assert item
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if tests.shouldfail:
+            raise tests.Failed(tests.shouldfail)
     return True
 
 

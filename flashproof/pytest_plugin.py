@@ -339,17 +339,22 @@ class Verification:
                 terminalreporter.write_line(line.text, **({line.color: True} if line.color else {}))
 
         # Failures are told once, in place of what pytest tells of each check, unless --tb asks for a style of pytest's.
-        before = option.tbstyle, terminalreporter.reportchars
+        # pytest tells those of the project's own tests, where it has any.
+        failed = terminalreporter.stats.get("failed", [])
+        before = list(failed), option.tbstyle, terminalreporter.reportchars
         if session.asked and option.tbstyle == "auto":
             write(summary.failures(session))
-            option.tbstyle = "no"
+            if session.others:
+                failed[:] = [report for report in failed if report.nodeid in session.others]
+            else:
+                option.tbstyle = "no"
             if option.reportchars == PLAIN_SUMMARY:
-                terminalreporter.reportchars = before[1].replace("f", "")
+                terminalreporter.reportchars = before[2].replace("f", "")
         write(summary.last_lines(session))
         write(summary.places(session))
         try:
             yield
         finally:
-            option.tbstyle, terminalreporter.reportchars = before
+            failed[:], option.tbstyle, terminalreporter.reportchars = before
         if session.asked and not session.times:
             write([summary.verdict(session)])

@@ -65,6 +65,7 @@ class Session:
         self.written = 0
         self.chosen: int | None = None  # tests that were collected, before -k; None where other processes collect
         self.status: int | None = None  # the exit status, once the run has ended
+        self.others: set[str] = set()  # tests of the project, which run where paths are given
         self.outcomes: Counter[str] = Counter()  # of the checks: passed, failed, known defect, skipped
         self.reasons: Counter[str] = Counter()  # why checks were skipped
         self.failures: list[Judgement] = []
@@ -237,8 +238,12 @@ class Session:
         """Whether the run verifies all that its implementations claim: neither it nor pytest leaves anything out."""
         options = ("markexpr", "deselect", "lf", "stepwise", "maxfail", "ignore", "ignore_glob")
         narrowed = any(self.config.getoption(name, default=None) for name in options)
-        paths = self.config.args_source is pytest.Config.ArgsSource.ARGS
-        return self.asked and self.selection.is_whole and not (narrowed or paths or self.times)
+        return self.asked and self.selection.is_whole and not (narrowed or self.has_paths or self.times)
+
+    @property
+    def has_paths(self) -> bool:
+        """Whether files or folders to collect were given."""
+        return self.config.args_source is pytest.Config.ArgsSource.ARGS
 
     @property
     def orders(self) -> bool:
@@ -316,6 +321,8 @@ class Session:
 
     def _count(self, report: pytest.TestReport) -> None:
         """Counts a check that has ended."""
+        if report.nodeid in self.others:
+            return
         is_known = hasattr(report, "wasxfail") and report.outcome == "skipped"
         self.outcomes["known defect" if is_known else report.outcome] += 1
         if report.outcome == "skipped" and not is_known:

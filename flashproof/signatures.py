@@ -34,7 +34,10 @@ def of_callable(attention: object, name: str) -> Implementation:
             f"{name}: {reason}; give a function attention(query, key, value, ...) or a flashproof.Implementation"
         )
     assert callable(attention)
-    keywords = _keywords(_parameters(attention, name), name)
+    parameters = _parameters(attention, name)
+    keywords = _keywords(parameters, name)
+    if any(p.name == "is_causal" and p.default is True for p in parameters):  # else a call without it would be causal
+        attention = functools.partial(attention, is_causal=False)
     causal: tuple[Any, ...] = ("top_left", "bottom_right") if "causal_alignment" in keywords else ("top_left",)
     supports = Supports(
         causal=causal if "is_causal" in keywords else (),

@@ -68,7 +68,7 @@ def verdict(session: Session) -> Line:
     """
     narrowed, forward = narrowing(session), forward_only(session)
     ended, whole = session.outcomes.total(), session.selection.whole()
-    is_part = (narrowed or ended < whole) and not _has_paths(session)  # a path may hold checks of the user's own
+    is_part = (narrowed or ended < whole) and not session.has_paths  # a path may hold checks of the user's own
     of = f" of {whole:,}" if is_part else ""
     words = f"{_claim(session)}: {ended:,}{of} {'check' if (whole if of else ended) == 1 else 'checks'}"
     words += f", narrowed by {', '.join(narrowed)}" if narrowed else ""
@@ -84,9 +84,12 @@ def verdict(session: Session) -> Line:
 
 def _claim(session: Session) -> str:
     """What a verdict begins with."""
-    if session.status != pytest.ExitCode.OK:
+    of_others = session.status == pytest.ExitCode.TESTS_FAILED and session.others and not session.outcomes["failed"]
+    if session.status != pytest.ExitCode.OK and not of_others:
         return "not verified"
     said = "passed" if narrowing(session) else "verified"
+    if not session.outcomes["passed"] and session.outcomes["known defect"]:
+        said = "nothing passed, and every failure is known"
     if session.clock:
         said = "no fault found by a quick run"
     if not (forward := forward_only(session)):
@@ -104,15 +107,11 @@ def narrowing(session: Session) -> list[str]:
     if not selection.cases and set(selection.dtypes) != set(DTYPES):
         found += [f"--dtype {dtype}" for dtype in selection.dtypes]
     found += [f"--device {selection.device}"] if selection.device else []
-    found += ["the paths that were given"] if _has_paths(session) else []
+    found += ["the paths that were given"] if session.has_paths else []
     found += [] if found or session.is_whole else ["options of pytest"]
     if session.clock or selection.cases or session.outcomes.total() < session.selection.whole():
         return found
     return []
-
-
-def _has_paths(session: Session) -> bool:
-    return session.config.args_source is pytest.Config.ArgsSource.ARGS
 
 
 def forward_only(session: Session) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
@@ -187,12 +187,14 @@ class WorkerProcess:
 
 
 class Pool:
-    """Runs all collected items in workers."""
+    """Runs items in workers."""
 
-    def __init__(self, session: pytest.Session, run: Run, *, count: int, spawns: bool) -> None:
-        """count: workers at a time. spawns: each worker is a new pytest process and not a fork."""
+    def __init__(
+        self, session: pytest.Session, items: Sequence[pytest.Item], run: Run, *, count: int, spawns: bool
+    ) -> None:
+        """items: of the session. count: workers at a time. spawns: each worker is a new pytest process and no fork."""
         self.session, self.config, self.run_of, self.spawns = session, session.config, run, spawns
-        self.jobs = deque(Job(item, run.owner(item), run.cases(item)) for item in session.items)
+        self.jobs = deque(Job(item, run.owner(item), run.cases(item)) for item in items)
         self.slots: list[WorkerProcess | None] = [None] * max(1, min(count, len(self.jobs)))
         self.first: dict[str, Job] = {}  # of an owner, the job that its others wait for: they may have nothing to do
         self.ended: set[str] = set()  # owners whose first job has ended

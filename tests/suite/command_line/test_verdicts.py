@@ -57,8 +57,8 @@ def session(**fields: Any) -> Any:
     options = {"keyword": fields.pop("keyword", "")}
     selection: dict[str, Any] = {"cases": [], "dtypes": DTYPES, "device": None, "whole": lambda: 3}
     selection |= {name: fields.pop(name) for name in list(fields) if name in selection}
-    config = SimpleNamespace(option=SimpleNamespace(**options), args_source=None)
-    about = {"status": 0, "outcomes": Counter(passed=3), "reasons": Counter(), "clock": None, "is_whole": True}
+    config = SimpleNamespace(option=SimpleNamespace(**options))
+    about = {"status": 0, "outcomes": Counter(passed=3), "reasons": Counter(), "clock": None, "is_whole": True, "has_paths": False, "others": set()}
     about |= {"passed_in": {("f", dtype) for dtype in DTYPES}, "without_gradient": {}, "with_gradient": set()}
     return SimpleNamespace(config=config, selection=SimpleNamespace(**selection), **(about | fields))
 
@@ -198,7 +198,7 @@ def test_failures_that_read_alike() -> None:
     assert list(failures.in_short(alike, 2)) == [
         "failed: a/a, float32: odd, and 1 check more in the same words",
         "failed: a/a, float32: out rho 2.0",
-        "and 1 more failed check",
+        "and 1 more failure",
     ]
 
 
@@ -249,6 +249,19 @@ def test_git_passes_over_the_report(project: Path) -> None:
     ignored.unlink()
     assert run(project, *words)[0] == 0
     assert not ignored.exists()
+
+
+def test_tests_of_the_project_run_where_paths_are_given(project: Path) -> None:
+    """They count for the status, and not for the verdict. Those elsewhere stay out."""
+    (project / "elsewhere.py").write_text("def test_never() -> None:\n    raise AssertionError\n")
+    own = OWN_CHECK + "\n\ndef test_plain() -> None:\n    raise AssertionError('of the project')\n"
+    (project / "test_own.py").write_text(own)
+    words = ["-q", "test_own.py", "--impl=mine.py:right", "--dtype=float32"]
+    status, said = run(project, *words, module="pytest")
+    assert status == 1
+    assert "of the project" in said
+    assert "passed: 1 check, narrowed by --dtype float32, the paths that were given: 1 passed" in said
+    assert run(project, *words, "-k", "own", module="pytest")[0] == 1
 
 
 def test_a_check_of_the_projects_own_needs_a_target(project: Path) -> None:

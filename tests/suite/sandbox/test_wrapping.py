@@ -1,5 +1,6 @@
 """The code that an error suggests: it runs as it is printed, and what it makes is verified for what the kernel takes."""
 
+import functools
 import math
 import re
 import subprocess
@@ -201,3 +202,13 @@ def test_a_run_names_them_once(tmp_path: Path) -> None:
     words = f"never given: causal (parameters of {target}); rename causal to is_causal to have this verified"
     assert ended.stdout.splitlines().count(words) == 1, ended.stdout + ended.stderr
     assert re.search("^not claimed: .* is_causal, .* dropout_p and dropout_seed, ", ended.stdout, re.MULTILINE)
+
+
+def test_a_mask_that_is_bound_is_not_the_only_one() -> None:
+    """A function that is causal unless it is told otherwise is told."""
+    causal = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+    implementation = of_callable(causal, "causal")
+    case = Case.parse("b1 h1 q5 k5 d16")
+    out = attend(implementation, case, inputs(case), backward=False)["out"]
+    given = inputs(case)
+    assert torch.equal(out, torch.nn.functional.scaled_dot_product_attention(given.query, given.key, given.value))
