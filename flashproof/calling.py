@@ -10,18 +10,24 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
+import numpy
 import torch
 from torch import Tensor
 
 from flashproof import diagnosis
-from flashproof.cases import Case, Inputs, dropout_seed
+from flashproof.cases import Case
 from flashproof.diagnosis import declines, told
 from flashproof.impls.spec import Implementation, Supports
 from flashproof.sandbox.process_state import left_alone
+from flashproof.tensors import Inputs, dropout_seed, memory, tensors_of
 
 TensorName = Literal["out", "lse", "dq", "dk", "dv"]
 TENSORS: tuple[TensorName, ...] = get_args(TensorName)
 GRADIENTS: tuple[TensorName, ...] = ("dq", "dk", "dv")  # of query, key and value, in this order
+
+
+Run = Callable[[Callable[..., object], tuple[Tensor, ...], dict[str, object]], object]
+"""What makes a call: it is given the function, query, key and value, and the keywords."""
 
 
 class Refused(Exception):
@@ -68,17 +74,19 @@ class Answer:
 
 
 def arguments(case: Case, supports: Supports, inputs: Inputs) -> dict[str, object]:
-    """The keywords of the call: only those that the case needs.
+    """The keywords of the call: only those that the case needs, unless it wants all of them spelled out.
 
     So a kernel without a keyword is still run on the cases that do not need it.
     """
     keywords: dict[str, object] = {}
+    if case.spelled:
+        keywords |= _neutral(supports)
     if case.mask != "full":
         keywords["is_causal"] = True
-        if "bottom_right" in supports.causal:
-            keywords["causal_alignment"] = "top_left" if case.mask == "causal" else "bottom_right"
+    if case.mask == "causal-br":
+        keywords["causal_alignment"] = "bottom_right"
     if case.scale is not None:
-        keywords["scale"] = case.scale
+        keywords["scale"] = {"float": float, "int": int, "numpy": numpy.float64}[case.number](case.scale)
     if case.kv_heads != case.heads:
         keywords["enable_gqa"] = True
     if inputs.block_mask is not None:
@@ -86,9 +94,28 @@ def arguments(case: Case, supports: Supports, inputs: Inputs) -> dict[str, objec
     if case.dropout:
         keywords["dropout_p"] = case.dropout
         keywords["dropout_seed"] = dropout_seed(case)
-    if supports.lse:
+    if asks_lse(case, supports):
         keywords["return_lse"] = True
     return keywords
+
+
+def _neutral(supports: Supports) -> dict[str, object]:
+    """Keywords that change nothing, of those that are claimed."""
+    known: dict[str, tuple[bool, object]] = {
+        "is_causal": (bool(supports.causal), False),
+        "causal_alignment": ("bottom_right" in supports.causal, "top_left"),
+        "scale": (supports.scale != "default", None),
+        "enable_gqa": (supports.grouped_heads, True),
+        "block_mask": (supports.block_mask, None),
+        "dropout_p": (supports.dropout, 0.0),
+        "return_lse": (supports.lse, False),
+    }
+    return {keyword: value for keyword, (is_claimed, value) in known.items() if is_claimed}
+
+
+def asks_lse(case: Case, supports: Supports) -> bool:
+    """Whether the call returns the LSE beside the output."""
+    return supports.lse and case.lse
 
 
 class Observer(Protocol):
@@ -154,7 +181,7 @@ class Forward:
         """The same call, after the caller has changed its tensors: a backward may refuse them, and must not write."""
         return replace(
             self,
-            before={name: _memory(tensor).clone() for name, tensor in _given(self.inputs).items()},
+            before={name: memory(tensor).clone() for name, tensor in _given(self.inputs).items()},
             is_changed=True,
         )
 
@@ -200,28 +227,28 @@ def forward(
     inputs: Inputs,
     *,
     wanted: Sequence[TensorName] = (),
-    under: Callable[[], AbstractContextManager[object]] = nullcontext,
+    run: Run | None = None,
     leaves: tuple[Tensor, ...] | None = None,
     observer: Observer = UNOBSERVED,
 ) -> Forward:
     """Calls the implementation. Raises Refused or Fault.
 
-    wanted: the gradients that will be asked for. under: what the call stands in, as in `torch.no_grad`. leaves: the
+    wanted: the gradients that will be asked for. run: what makes the call, as one in another thread. leaves: the
     tensors of an earlier call, if `inputs` are in their memory.
     """
     given = _given(inputs)
-    before = {name: _memory(tensor).clone() for name, tensor in given.items()}
+    before = {name: memory(tensor).clone() for name, tensor in given.items()}
     leaves = leaves or tuple(
         tensor.detach().requires_grad_(name in wanted)
         for name, tensor in zip(GRADIENTS, (inputs.query, inputs.key, inputs.value), strict=True)
     )
     keywords = arguments(case, implementation.supports, inputs)
-    _poison_free_memory(inputs)
+    _poison_freememory(inputs)
     started = time.perf_counter()
     with calling(case, observer) as changed, _one_process():
         try:
-            with under():
-                returned = implementation.attention(*leaves, **keywords)
+            attention = implementation.attention
+            returned = run(attention, leaves, keywords) if run else attention(*leaves, **keywords)
             early = _read_in_stream(returned)
             _synchronise(inputs)
         except BaseException as error:
@@ -258,22 +285,35 @@ def _carries_gradient(out: Tensor) -> bool:
     return out.requires_grad and out.grad_fn is not None and "NotImplemented" not in out.grad_fn.name()
 
 
-def go_back(call: Forward, *, dout: Tensor | None = None, keep: bool = False, plain: bool = False) -> Answer:
+def go_back(
+    call: Forward,
+    *,
+    dout: Tensor | None = None,
+    keep: bool = False,
+    plain: bool = False,
+    onto: bool = False,
+    under: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Answer:
     """The backward of a call, by autograd, of the inputs whose gradient is wanted. Raises Refused, Withheld or Fault.
 
     dout: the output gradient, if it is not the call's own. keep: the graph is kept for another backward, which a bare
-    callable may decline. plain: this follows its forward at once, for all three gradients. If a bare callable declines
-    that, it has no gradient of the case. If it declines another backward alone, that is a fault, except for a
-    NotImplementedError.
+    callable may decline. plain: this follows its forward at once. If a bare callable declines that, it has no gradient
+    of the case. If it declines another backward alone, that is a fault, except for a NotImplementedError. onto: adds to
+    the `grad` of the inputs, as `Tensor.backward` does. under: what the backward stands in.
     """
     wanted = [(name, leaf) for name, leaf in zip(GRADIENTS, call.leaves, strict=True) if leaf.requires_grad]
     given = call.inputs.dout if dout is None else dout
     started = time.perf_counter()
     with calling(call.case, call.observer) as changed, _one_process():
         try:
-            gradients = torch.autograd.grad(
-                call.tensors["out"], [leaf for _, leaf in wanted], given, allow_unused=True, retain_graph=keep
-            )
+            out, leaves = call.tensors["out"], [leaf for _, leaf in wanted]
+            gradients: Sequence[Tensor | None]
+            with under():
+                if onto:
+                    torch.autograd.backward(out, given, inputs=leaves, retain_graph=keep)
+                    gradients = [leaf.grad for leaf in leaves]
+                else:
+                    gradients = torch.autograd.grad(out, leaves, given, allow_unused=True, retain_graph=keep)
             _synchronise(call.inputs)
         except BaseException as error:
             if _is_the_users(error):
@@ -312,11 +352,10 @@ def _declines_backward(call: Forward) -> bool:
 
 
 def _given(inputs: Inputs) -> dict[str, Tensor]:
-    tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value, "output gradient": inputs.dout}
-    return tensors if inputs.block_mask is None else tensors | {"block mask": inputs.block_mask}
+    return dict(zip(("query", "key", "value", "output gradient", "block mask"), tensors_of(inputs), strict=False))
 
 
-def _poison_free_memory(inputs: Inputs) -> None:
+def _poison_freememory(inputs: Inputs) -> None:
     """On a GPU, fills the memory with NaN in which an output or a buffer of sums is likely to be allocated.
 
     On a CPU, malloc of a worker does the same: sandbox/worker.py.
@@ -331,18 +370,13 @@ def _poison_free_memory(inputs: Inputs) -> None:
         del held
 
 
-def _memory(tensor: Tensor) -> Tensor:
-    """All bytes of the buffer that a tensor stands in, and not only those that it owns: NaN is compared by its bits."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
 def _same_bits(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.detach().contiguous().view(torch.uint8), second.detach().contiguous().view(torch.uint8))
 
 
 def _check_untouched(given: dict[str, Tensor], before: dict[str, Tensor]) -> None:
     """Raises Fault if the call wrote to an input, or to the memory around it."""
-    after = {name: _memory(tensor) for name, tensor in given.items()}
+    after = {name: memory(tensor) for name, tensor in given.items()}
     if not torch.stack(
         [(after[name] != before[name]).any() for name in given]
     ).any():  # one answer to wait for, not four
@@ -433,13 +467,14 @@ def _outputs(returned: object, implementation: Implementation, case: Case, input
     supports = implementation.supports
     shape = (case.batch, case.heads, case.queries, case.dim)
     expected: dict[TensorName, tuple[tuple[int, ...], torch.dtype]] = {"out": (shape, inputs.query.dtype)}
-    if supports.lse:
+    with_lse = asks_lse(case, supports)
+    if with_lse:
         expected["lse"] = (shape[:3], torch.float32)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise Fault(
                 f"return_lse=True returned {type(returned).__name__}, not the pair (out, lse)", of_every_call=True
             )
-    values = returned if isinstance(returned, tuple) and supports.lse else (returned,)
+    values = returned if isinstance(returned, tuple) and with_lse else (returned,)
     tensors: dict[TensorName, Tensor] = {}
     for (name, (size, dtype)), value in zip(expected.items(), values, strict=True):
         if not isinstance(value, Tensor):

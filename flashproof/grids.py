@@ -63,7 +63,7 @@ b1 h2 q40 k33 d32 causal columns           # a row's elements are a length apart
 b1 h3 q72 k72 d64 expanded
 b2 h2 q20 k40 d32 causal expanded          # with several batch entries, those are one memory, and heads are not
 b2 h2/1 q66 k66 d40 causal transposed
-b2 h2 q65 k65 d64 causal mixed             # key and value, query and dout of one shape, with strides of their own
+b2 h2 q65 k65 d64 causal k.columns v.transposed do.sliced  # strides of their own
 b1 h1 q65 k66 d192 causal
 b1 h1 q3 k1100 d16                         # many tiles of keys, and of queries: few scores, but every loop is long
 b1 h1 q1100 k3 d16 causal
@@ -100,7 +100,7 @@ b1 h2 q40 k70 d16 causal-br scale0.3
 b1 h1 q130 k130 d64 scale0.3
 b1 h1 q74 k74 d64 causal scale-0.2
 b1 h1 q75 k77 d64 causal scale0
-b1 h4/2 q70 k130 d40 mixed
+b1 h4/2 q70 k130 d40 k.columns v.transposed do.sliced
 b1 h1 q8 k2300 d16 causal-br               # the end of a long sequence, whose positions float16 does not hold
 b1 h1 q1 k8300 d16                         # more keys than any number of splits that is fixed
 b1 h1 q46 k43 d112 scale0.2
@@ -119,7 +119,7 @@ b1 h1 q20 k4200 d16 blocks0.5              # more blocks than a word has bits
 _FAMILIES = """
 b1 h1 q140 k140 d64 causal outliers
 b1 h2 q257 k257 d64 causal sharp
-b1 h1 q140 k140 d64 positive
+b1 h1 q140 k140 d64 v.positive
 b1 h1 q140 k140 d64 spike x30
 b1 h1 q140 k140 d128 causal spike x8
 b1 h1 q140 k140 d64 ties
@@ -134,7 +134,7 @@ b1 h1 q140 k300 d64 spike x12               # beside a sink, whole tiles weigh l
 b1 h1 q20 k2100 d32 spike x12
 b1 h1 q1 k300 d16 spike x16                # and less still, which a threshold may take for nothing
 b1 h1 q60 k700 d64 rising x70              # 13 from tile to tile: with a late maximum, weights leave float16
-b1 h1 q140 k140 d64 positive shift100
+b1 h1 q140 k140 d64 v.positive shift100
 b1 h2 q140 k300 d64 blocks0.5 shift-150     # the first tile visited may be hidden: a maximum of 0 loses all
 """
 
@@ -150,7 +150,7 @@ b2 h8 q1024 k1024 d64 causal
 b8 h16 q100 k100 d64 causal
 b4 h16 q1024 k300 d64 causal                # more tiles than a persistent kernel has programs
 b1 h4/2 q1000 k1500 d128 causal-br
-b1 h2 q4096 k4096 d128 positive
+b1 h2 q4096 k4096 d128 v.positive
 b1 h2 q2048 k2048 d256 causal outliers
 b1 h1 q4100 k4100 d64 causal shift-100
 b1 h4 q2048 k2048 d64 causal blocks0.2
@@ -271,7 +271,7 @@ def layouts(dtype: Dtype, device: Device) -> list[Case]:
     """The same numbers in every layout, with memory between and around the tensors that they do not own."""
     text = "\n".join(
         f"b2 h1 q65 k65 d64 causal {layout} seed8\nb1 h2 q70 k130 d40 {layout} seed8"
-        for layout in ("contiguous", "transposed", "sliced", "mixed")
+        for layout in ("contiguous", "transposed", "sliced", "k.columns v.transposed do.sliced")
     )
     return _lines(text, dtype)
 
@@ -345,15 +345,15 @@ def general_position(dtype: Dtype, device: Device) -> list[Case]:
     b1 h1 q1300 k1300 d8 causal   # and of causal kernels
     b1 h8/1 q64 k64 d32           # many heads to a key head: what is summed in 16 bit between them
     b1 h1 q140 k140 d64 causal sharp
-    b1 h1 q140 k140 d64 positive
-    b1 h1 q140 k140 d64 onesided  # what cancels in dP - delta: dP that is rounded before
+    b1 h1 q140 k140 d64 v.positive
+    b1 h1 q140 k140 d64 v.positive do.positive  # what cancels in dP - delta: dP that is rounded before
     """
     single = """
     b1 h2 q500 k2 d8 x0.25        # two keys: hardly anything but the exponential rounds
     b1 h2 q128 k16 d16 x0.25
     b1 h1 q140 k140 d8 sharp      # scores, and the digits of what they are products of
     b1 h1 q140 k140 d64 causal
-    b1 h1 q140 k140 d64 positive
+    b1 h1 q140 k140 d64 v.positive
     """
     lengths = "b1 h2 q1000 k1000 d128\nb2 h2 q700 k1300 d64" if device == "cuda" else ""
     return _lines((single if dtype == "float32" else sixteen_bit) + lengths, dtype)
@@ -502,8 +502,9 @@ def drawn(draw: st.DrawFn, supports: Supports, dtype: Dtype) -> Case:
     maskings: list[Masking] = ["full"]
     maskings += ["causal"] if "top_left" in supports.causal else []
     maskings += ["causal-br"] if "bottom_right" in supports.causal else []
-    families: list[Family] = ["normal", "positive", "sharp", "outliers", "ties", "uniform", "spike", "rising"]
-    layout_names: list[Layout] = ["contiguous", "transposed", "sliced", "expanded", "mixed", "columns"]
+    families: list[Family] = ["normal", "sharp", "outliers", "ties", "uniform", "spike", "rising"]
+    layout_names: list[Layout] = ["contiguous", "transposed", "sliced", "expanded", "columns"]
+    layouts = [one_of(layout_names) for _ in range(4)] if supports.strided else ["contiguous"] * 4
     family: Family = one_of(families)  # type: ignore[assignment]
     case = Case(
         batch=draw(st.integers(1, 2)),
@@ -522,7 +523,8 @@ def drawn(draw: st.DrawFn, supports: Supports, dtype: Dtype) -> Case:
         if supports.scale != "default"
         else None,  # type: ignore[arg-type]
         dropout=one_of((0.0, 0.0, 0.25)) if supports.dropout else 0.0,  # type: ignore[arg-type]
-        layout=one_of(layout_names) if supports.strided else "contiguous",  # type: ignore[arg-type]
+        values=one_of(("normal", "positive")),  # type: ignore[arg-type]
+        layouts=tuple(layouts),  # type: ignore[arg-type]
         seed=draw(st.integers(0, 99)),
     )
     assert not_claimed(case, supports) is None, f"the strategy drew a case that is not claimed: {case}"

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from flashproof.calling import TENSORS, Answer, TensorName
-from flashproof.cases import Case, Inputs, inputs
+from flashproof.cases import Case
 from flashproof.impls.spec import Arithmetic
 from flashproof.oracles import ball, bounds, naive, verdict
 from flashproof.oracles.naive import Attention
 from flashproof.oracles.problem import Problem
 from flashproof.reports.record import Certainty, Element, figure
+from flashproof.tensors import Inputs, inputs
 
 CERTIFIED_PRODUCTS = 2**21  # batch x heads x queries x keys x dim up to which every element is enclosed in a ball
 SCORES_FOR_A_GPU = (

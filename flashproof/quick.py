@@ -34,7 +34,7 @@ b1 h2 q40 k70 d16 causal-br scale0.3
 b1 h1 q20 k192 d16
 b1 h1 q63 k64 d72 causal
 b1 h1 q20 k512 d16
-b2 h2 q65 k65 d64 causal mixed
+b2 h2 q65 k65 d64 causal k.columns v.transposed do.sliced
 b1 h1 q270 k270 d128 causal
 b1 h1 q149 k70 d36 causal
 b1 h1 q74 k74 d64 causal scale-0.2
@@ -62,7 +62,9 @@ CHECKS: dict[str, Share] = {
     "gradients/backward": Share(_ORDINARY, 8),
     "contract/answers": Share(in_each=9),
     "accuracy/forward": Share(_ORDINARY, 8),
-    "properties/spread": Share("b1 h1 q32 k700 d128\nb1 h1 q140 k140 d64 onesided\nb1 h2 q128 k16 d16 x0.25", 9),
+    "properties/spread": Share(
+        "b1 h1 q32 k700 d128\nb1 h1 q140 k140 d64 v.positive do.positive\nb1 h2 q128 k16 d16 x0.25", 9
+    ),
     "masks/hidden_keys_change_nothing": Share("b1 h2 q130 k130 d64 causal\nb1 h1 q130 k70 d64 causal-br"),
     "masks/empty_rows": Share("b1 h1 q130 k130 d64 blocks0 seed6\nb2 h1 q130 k1 d40 causal-br"),
     "stability/shifted_scores": Share(_LANDMARKS, 1),
@@ -78,7 +80,7 @@ CHECKS: dict[str, Share] = {
     "contract/backward_of_a_sum": Share(),
     "properties/batch_and_heads": Share(),
     "masks/memory_outside_changes_nothing": Share(
-        "b1 h2 q70 k130 d40 contiguous seed8\nb2 h1 q65 k65 d64 causal mixed seed8"
+        "b1 h2 q70 k130 d40 contiguous seed8\nb2 h1 q65 k65 d64 causal k.columns v.transposed do.sliced seed8"
     ),
     "properties/uniform": Share("b1 h4/2 q20 k16 d32\nb1 h1 q70 k70 d40 causal"),
     "properties/order_of_keys": Share(),

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flashproof import grids, loading, quick, targets
-from flashproof.cases import Case, inputs, not_claimed
+from flashproof.cases import Case, not_claimed
 from flashproof.impls.spec import DTYPES, Device, Dtype
 from flashproof.registry import Check, checks
 from flashproof.sandbox.memory import available_memory
 from flashproof.targets import Loaded, Target
+from flashproof.tensors import inputs
 
 BYTES_OF_A_NUMBER = 40  # while tensors are made: 64-bit random words, their sum, and the other tensors in float64
 

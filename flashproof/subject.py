@@ -7,7 +7,7 @@ with each case, never for which implementation.
 import math
 import re
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -27,17 +27,19 @@ from flashproof.calling import (
     Forward,
     Observer,
     Refused,
+    Run,
     TensorName,
     attend,
     forward,
     go_back,
 )
-from flashproof.cases import Case, Inputs, inputs
+from flashproof.cases import Case
 from flashproof.defects import Defect
 from flashproof.impls.spec import Device, Dtype, Implementation
 from flashproof.judging import Judged
 from flashproof.reports import wording
 from flashproof.reports.record import Judgement, Record, Status
+from flashproof.tensors import Inputs, inputs
 
 FORWARD: tuple[TensorName, ...] = ("out", "lse")
 BACKWARD = GRADIENTS
@@ -139,18 +141,17 @@ class Subject:
         given: Inputs,
         *,
         wanted: Sequence[TensorName] = BACKWARD,
-        under: Callable[[], AbstractContextManager[object]] = nullcontext,
+        run: Run | None = None,
         leaves: tuple[Tensor, ...] | None = None,
     ) -> Forward | None:
         """The forward of a call, whose backward may follow, or None as in `attend`.
 
-        wanted: the gradients that will be asked for. under: what the call stands in, as in `torch.no_grad`. leaves: the
-        tensors of an earlier call, which hold the values of `given`.
+        wanted: the gradients that will be asked for. run, leaves: as of `calling.forward`.
         """
         return self._tried(
             case,
             lambda: forward(
-                self.implementation, case, given, wanted=wanted, under=under, leaves=leaves, observer=self._observer
+                self.implementation, case, given, wanted=wanted, run=run, leaves=leaves, observer=self._observer
             ),
         )
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from flashproof import judging, loading
 from flashproof.calling import TENSORS, Answer, Fault, Refused, arguments, attend
-from flashproof.cases import Case, inputs, not_claimed
+from flashproof.cases import Case, not_claimed
 from flashproof.impls.spec import Dtype, Implementation
 from flashproof.session import STATE
+from flashproof.tensors import inputs
 
 # 16384 tokens in a batch, width 2048, as the FlashAttention papers have it.
 SHAPES = (

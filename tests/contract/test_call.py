@@ -13,13 +13,15 @@ import torch
 
 from flashproof import grids, judging
 from flashproof.calling import Answer, Forward, TensorName
-from flashproof.cases import Case, Inputs, inputs, not_claimed
+from flashproof.cases import Case, Layouts, not_claimed
 from flashproof.impls.spec import Device, Dtype
 from flashproof.registry import check
 from flashproof.sandbox.process_state import FILTERS
 from flashproof.subject import BACKWARD, FORWARD, Subject
+from flashproof.tensors import Inputs, inputs
 
 CALLS = 24  # of one input in a row
+TURNED: Layouts = ("transposed", "transposed", "transposed", "transposed")
 BUSY = 200_000_000  # clock cycles for which a GPU's stream is kept from what follows: about a tenth of a second
 
 
@@ -55,6 +57,11 @@ def test_answer_is_its_own(subject: Subject) -> None:
             subject.expect_equal(tensor, first[name], case, name, f"a second call changed the {'output' if name == 'out' else name} of the first call")
 
 
+def _is_one_memory(case: Case) -> bool:
+    """Whether several entries of a tensor are one, so that none of them can be changed alone."""
+    return bool({"expanded", "pooled", "summed"} & set(case.layouts)) or case.sharing != "apart"
+
+
 @check("contract", grid=grids.small, early=True)
 def test_call_after_call(subject: Subject) -> None:
     """Every call gets its own answer, whatever was called before: other values, the same buffers with new values,
@@ -70,10 +77,10 @@ def test_call_after_call(subject: Subject) -> None:
             ("another batch size", larger, None),
             ("the first batch size again", other, None),
         ]
-        if subject.implementation.supports.strided and case.layout != "expanded":
-            turned = replace(case, layout="contiguous" if case.layout == "transposed" else "transposed")
+        if subject.implementation.supports.strided and not _is_one_memory(case):
+            turned = replace(case, layouts=TURNED if case.layouts[0] == "contiguous" else Case().layouts)
             calls += [("other strides", turned, None), ("the first strides again", other, None)]
-        if case.layout != "expanded":  # which are one memory
+        if not _is_one_memory(case):
             calls += [("new values in the tensors of the first call", renewed, given)]
         answered: list[tuple[int, Case, Answer]] = []
         for number, (words, call, tensors) in enumerate(calls, start=1):
@@ -85,7 +92,7 @@ def test_call_after_call(subject: Subject) -> None:
             if answer is None:
                 break
             # Calls that were given other values, and got the same bits.
-            others = [(earlier, out) for earlier, asked, out in answered if replace(asked, layout=call.layout) != call]
+            others = [(earlier, out) for earlier, asked, out in answered if replace(asked, layouts=call.layouts) != call]
             stale = [f"; its out is bit for bit the out of call {earlier}" for earlier, out in others if torch.equal(answer["out"], out["out"])]
             note = f"call {number} of {len(calls)} in a row: {words}" + "".join(stale[:1]) if words else ""
             subject.judge_answer(answer, call, subject.tensors, note=note)
@@ -96,7 +103,7 @@ def test_call_after_call(subject: Subject) -> None:
 
 def _judge_renewed(subject: Subject, case: Case, wanted: tuple[TensorName, ...]) -> None:
     """The very tensors of a call in another one, with new values, as where a graph of calls is replayed; and new tensors at their addresses."""
-    if case.layout == "expanded":
+    if _is_one_memory(case):
         return
     given = inputs(case, subject.device)
     first, renewed, again = (_as_new(given), replace(case, seed=case.seed + 1), replace(case, seed=case.seed + 2))
@@ -242,7 +249,7 @@ def test_stream(subject: Subject) -> None:
         pytest.skip("CUDA: the check is of streams")
     callers = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     for case in subject.cases:
-        if case.layout == "expanded":
+        if _is_one_memory(case):
             continue
         if subject.attend(case, backward=subject.implementation.supports.backward) is None:  # compiles, so that the next call launches at once
             continue

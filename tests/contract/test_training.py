@@ -8,11 +8,11 @@ from itertools import combinations, product
 
 import torch
 
-from flashproof import grids
+from flashproof import grids, ways
 from flashproof.calling import Withheld
-from flashproof.cases import Inputs, inputs
 from flashproof.registry import check
 from flashproof.subject import BACKWARD, FORWARD, Subject
+from flashproof.tensors import Inputs, inputs
 
 
 @check("contract", grid=grids.inferred)
@@ -20,7 +20,7 @@ def test_without_gradients(subject: Subject) -> None:
     """Under no_grad and under inference_mode, the output and the LSE are inside the bound too."""
     for case in subject.cases:
         for under, wanted in ((torch.no_grad, BACKWARD), (torch.inference_mode, ())):
-            call = subject.forward(case, inputs(case, subject.device), wanted=wanted, under=under)
+            call = subject.forward(case, inputs(case, subject.device), wanted=wanted, run=ways.within(under))
             if call is not None:
                 subject.judge_answer(call.answer(), case, FORWARD, note=f"called under torch.{under.__name__}")
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 
 from flashproof import grids
-from flashproof.cases import Inputs, inputs
 from flashproof.registry import check
 from flashproof.subject import Subject
+from flashproof.tensors import Inputs, inputs
 
 RUNS = {"cpu": 2, "cuda": 10}
 SECONDS = 2.0  # of further runs, after which the one under way is the last

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from flashproof import grids
-from flashproof.cases import Case, Inputs, inputs, laid_out_as
+from flashproof.cases import Case
 from flashproof.registry import check
 from flashproof.subject import FORWARD, Subject
+from flashproof.tensors import Inputs, inputs, laid_out_as
 
 
 @check("masks", grid=grids.masked, single=False)

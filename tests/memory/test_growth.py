@@ -10,11 +10,12 @@ import torch
 
 from flashproof import grids
 from flashproof.calling import arguments, calling
-from flashproof.cases import Case, inputs
+from flashproof.cases import Case
 from flashproof.diagnosis import told
 from flashproof.registry import check
 from flashproof.reports.record import Memory
 from flashproof.subject import Recorder, Subject
+from flashproof.tensors import inputs
 from flashproof.tests.memory.measuring import method, peak_bytes
 
 Direction = Literal["forward", "backward"]

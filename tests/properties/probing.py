@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 from flashproof.calling import TENSORS, Answer, TensorName
-from flashproof.cases import Case, Inputs
+from flashproof.cases import Case
 from flashproof.oracles import bounds, verdict
 from flashproof.oracles.naive import Attention
 from flashproof.reports.record import figure
 from flashproof.subject import Subject
+from flashproof.tensors import Inputs
 
 
 def answer_to(subject: Subject, case: Case, given: Inputs | None = None) -> Answer | None:

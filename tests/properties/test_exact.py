@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from flashproof import grids
-from flashproof.cases import Case, inputs
+from flashproof.cases import Case
 from flashproof.registry import check
 from flashproof.subject import Subject
+from flashproof.tensors import inputs
 from flashproof.tests.properties.probing import answer_to, before_rounding, by_query_head, expect_exact, expect_inside_bound, in_float64, over_groups
 
 

@@ -8,9 +8,10 @@ import torch.utils.deterministic
 
 from flashproof import grids
 from flashproof.calling import Answer
-from flashproof.cases import Case, Inputs, inputs
+from flashproof.cases import Case
 from flashproof.registry import check
 from flashproof.subject import Subject
+from flashproof.tensors import Inputs, inputs
 from flashproof.tests.properties.probing import answer_to
 
 BLOCKS = 8  # of each size: an allocator hands out again what was freed last, and a call allocates several of one size

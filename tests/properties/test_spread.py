@@ -7,11 +7,12 @@ import pytest
 
 from flashproof import grids, judging
 from flashproof.calling import TENSORS
-from flashproof.cases import Case, inputs
+from flashproof.cases import Case
 from flashproof.impls.spec import Arithmetic, Dtype
 from flashproof.oracles import spread, verdict
 from flashproof.registry import check
 from flashproof.subject import Subject
+from flashproof.tensors import inputs
 from flashproof.tests.properties.probing import answer_to, expect_rms
 
 FAMILIES = ("normal", "outliers", "sharp", "positive", "onesided")

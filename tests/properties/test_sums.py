@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 
 from flashproof import grids
-from flashproof.cases import inputs
 from flashproof.oracles import spread, verdict
 from flashproof.registry import check
 from flashproof.subject import Subject
+from flashproof.tensors import inputs
 from flashproof.tests.properties.probing import answer_to, expect_rms, in_float64, over_groups
 from flashproof.tests.properties.test_spread import in_general_position
 

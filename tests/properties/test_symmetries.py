@@ -7,10 +7,11 @@ from torch import Tensor
 
 from flashproof import grids
 from flashproof.calling import TensorName
-from flashproof.cases import Case, Inputs, inputs, laid_out_as
+from flashproof.cases import Case
 from flashproof.impls.spec import Dtype
 from flashproof.registry import check
 from flashproof.subject import Subject
+from flashproof.tensors import Inputs, inputs, laid_out_as
 from flashproof.tests.properties.probing import answer_to, expect_inside_bound, in_float64
 
 # float16 has no room for larger ones: there small numbers lose digits, and the answer is judged by its bound.

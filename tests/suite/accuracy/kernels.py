@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flashproof.cases import Case, Inputs, inputs
+from flashproof.cases import Case
+from flashproof.tensors import Inputs, inputs
 
 Kernel = Callable[..., Tensor]
 

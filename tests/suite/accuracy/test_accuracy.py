@@ -12,11 +12,12 @@ from torch import Tensor
 import flashproof
 from flashproof import judging
 from flashproof.calling import Answer
-from flashproof.cases import Case, inputs
+from flashproof.cases import Case
 from flashproof.impls.spec import DTYPES, Arithmetic, Dtype, arithmetic_of_callables
 from flashproof.impls.tiled import block_sparse as tiled_block_sparse
 from flashproof.impls.tiled import fa2 as tiled_fa2
 from flashproof.oracles import bounds, naive
+from flashproof.tensors import inputs
 from flashproof.tests.suite.accuracy.kernels import (
     Kernel,
     answered,

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from flashproof import judging, questions
-from flashproof.cases import Case, inputs
+from flashproof.cases import Case
 from flashproof.impls.spec import arithmetic_of_callables
 from flashproof.reports import wording
 from flashproof.reports.record import Judgement, Record
 from flashproof.signatures import of_callable
 from flashproof.subject import Subject
+from flashproof.tensors import inputs
 from flashproof.tests.suite.accuracy.kernels import answered, sdpa
 
 SDPA: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention

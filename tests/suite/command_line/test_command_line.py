@@ -88,7 +88,7 @@ def run(kernels: Path, options: list[str]) -> tuple[int, str]:
         (["--impl", "right", "--case", SMALL], 0, "passed"),
         (["--impl", "not_a_number", "--case", SMALL], 1, "rho inf"),
         (["--impl", "value_by_strides_of_key", "--case", "b2 h2 q9 k9 d8 float32 transposed"], 0, "passed"),  # of one layout, it shows nothing
-        (["--impl", "value_by_strides_of_key", "--case", "b2 h2 q9 k9 d8 float32 mixed"], 1, "rho inf"),
+        (["--impl", "value_by_strides_of_key", "--case", "b2 h2 q9 k9 d8 float32 k.columns v.transposed do.sliced"], 1, "rho inf"),
         (["--impl", "nothing", "--case", SMALL], 1, "not verified"),
         (["--impl", "right", "--impl", "half", "--case", SMALL], 1, "not verified"),
         (["--impl", "half", "--dtype", "float32"], 1, "not verified: .*does not claim float32"),

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 
 from flashproof import grids, search
-from flashproof.cases import Case, inputs
+from flashproof.cases import Case
 from flashproof.impls.spec import DTYPES, Dtype, Supports
 from flashproof.search import Budget, Search
+from flashproof.tensors import inputs
 
 EVERYTHING = Supports(
     causal=("top_left", "bottom_right"), scale="finite", grouped_heads=True, cross_lengths=True, strided=True, block_mask=True, dropout=True, lse=True

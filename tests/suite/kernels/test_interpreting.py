@@ -11,9 +11,10 @@ import torch
 tl = pytest.importorskip("triton.language", reason="Triton: not installed")
 
 from flashproof.calling import attend  # noqa: E402
-from flashproof.cases import Case, inputs  # noqa: E402
+from flashproof.cases import Case  # noqa: E402
 from flashproof.impls import catalogue  # noqa: E402
 from flashproof.impls.triton.primitives import INTERPRETED, Launch, _as_on_a_gpu, head_of, kernel, place, this_program, tile_of  # noqa: E402
+from flashproof.tensors import inputs  # noqa: E402
 from flashproof.tests.suite.command_line.test_catalogue import ROOT, loaded  # noqa: E402
 
 # Through all of a kernel's code: tiles that are whole and cut, groups, a padded head dim, dropout. The second for kernels that take block masks.

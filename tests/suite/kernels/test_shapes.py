@@ -6,9 +6,10 @@ import jaxtyping
 import pytest
 import torch
 
-from flashproof.cases import Case, inputs
+from flashproof.cases import Case
 from flashproof.impls.call import check_call
 from flashproof.impls.tiled import fa2
+from flashproof.tensors import inputs
 from flashproof.tests.suite import shapes
 
 pytest.importorskip("beartype", reason="beartype: not installed")

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from flashproof.calling import TENSORS, Fault, Refused, TensorName, attend
-from flashproof.cases import Case, inputs, not_claimed
+from flashproof.cases import Case, not_claimed
 from flashproof.impls.spec import Device, Dtype, Implementation
 from flashproof.oracles import naive
 from flashproof.oracles.naive import Attention
+from flashproof.tensors import inputs
 
 
 @dataclass(frozen=True, eq=False)

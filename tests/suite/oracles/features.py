@@ -6,9 +6,10 @@ from operator import add
 from flint import arb, ctx
 from mpmath import mpf
 
-from flashproof.cases import Case, inputs
+from flashproof.cases import Case
 from flashproof.oracles import ball, mp
 from flashproof.oracles.problem import Problem
+from flashproof.tensors import inputs
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 

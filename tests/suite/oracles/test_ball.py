@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flashproof.cases import Case, Family, Masking, inputs
+from flashproof.cases import Case, Family, Masking
 from flashproof.impls.spec import DTYPES
 from flashproof.oracles import ball, bounds, naive
 from flashproof.oracles.ball import Ball
 from flashproof.oracles.masks import Mask
 from flashproof.oracles.problem import Problem
 from flashproof.search import search
+from flashproof.tensors import inputs
 from flashproof.tests.suite.oracles.features import FEATURES, TENSORS, by_definition, definition_of, in_balls, problem_of
 
 NOWHERE: dict[str, list[int]] = {name: [] for name in TENSORS}

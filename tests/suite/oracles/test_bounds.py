@@ -17,7 +17,7 @@ LINES = [
     "b1 h2 q100 k140 d64 causal-br",
     "b1 h4/2 q60 k60 d32 causal dropout0.2",
     "b1 h1 q128 k128 d64 outliers",
-    "b1 h1 q70 k70 d128 positive causal",
+    "b1 h1 q70 k70 d128 v.positive causal",
     "b1 h1 q80 k80 d16 spike x30",
     "b1 h1 q100 k100 d40 shift-100",
     "b1 h1 q100 k100 d40 ties scale-0.3",

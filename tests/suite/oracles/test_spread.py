@@ -18,7 +18,7 @@ LINES = [
     "b1 h2 q100 k140 d64 causal-br",
     "b2 h4/2 q60 k60 d32 causal",
     "b1 h1 q128 k128 d64 outliers",
-    "b1 h1 q140 k140 d64 positive",
+    "b1 h1 q140 k140 d64 v.positive",
     "b1 h1 q140 k140 d64 causal sharp",
     "b1 h2 q128 k16 d16 x0.25",
     "b1 h2 q500 k2 d8",

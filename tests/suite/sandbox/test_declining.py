@@ -8,8 +8,9 @@ from torch import Tensor
 
 from flashproof import diagnosis
 from flashproof.calling import Fault, Refused, attend
-from flashproof.cases import Case, inputs
+from flashproof.cases import Case
 from flashproof.signatures import of_callable
+from flashproof.tensors import inputs
 from flashproof.tests.suite.sandbox.kernels import attention as innocent
 
 CASE = Case.parse("b1 h1 q8 k8 d16 float32")

@@ -15,9 +15,10 @@ from torch.nn import functional
 
 from flashproof import diagnosis, judging, loading
 from flashproof.calling import Fault, Refused, attend
-from flashproof.cases import Case, inputs, not_claimed
+from flashproof.cases import Case, not_claimed
 from flashproof.impls.spec import Implementation
 from flashproof.signatures import never_given, of_callable
+from flashproof.tensors import inputs
 from flashproof.wrapping import VERIFIED
 
 ROOT = Path(__file__).resolve().parents[3]

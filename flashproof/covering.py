@@ -1,0 +1,158 @@
+"""Covering arrays: few rows in which every pair of levels stands together, and as many triples as the rows can hold.
+
+The greedy construction of AETG (Cohen, Dalal, Fredman and Patton, IEEE Trans. Softw. Eng. 23(7), 1997) with
+constraints: each row begins with a pair that no row has yet, and takes level after level the one that completes most
+new pairs, then most new triples. There is no random number, so an array is the same on every machine.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, permutations
+
+import numpy as np
+
+Row = tuple[int, ...]  # the number of a level for each factor
+Partial = Sequence[int]  # the same, with -1 for a factor that has no level yet
+Allowed = Callable[[Partial], bool]  # whether some row with these levels may stand in an array
+OPEN = -1
+_PAIR = 1e6  # what a new pair counts for, in new triples: more than all triples of a row
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How many of the pairs, or triples, that are possible stand in some row."""
+
+    covered: int
+    possible: int
+
+    @property
+    def share(self) -> float:
+        """Between 0 and 1."""
+        return self.covered / self.possible if self.possible else 1.0
+
+
+class Covering:
+    """The pairs and triples of levels that are possible, and which of them stand in a row by now.
+
+    sizes: how many levels each factor has. Level 0 of a factor is its plain one. allowed: whether a part of a row may
+    stand. A pair or triple that no row can hold, though it is allowed by itself, is found out and counts as impossible.
+    weights: of a factor; a triple counts for the product of its three.
+    """
+
+    def __init__(self, sizes: Sequence[int], allowed: Allowed, weights: Sequence[float] | None = None) -> None:
+        self.sizes = tuple(sizes)
+        self.allowed = allowed
+        self.starts = np.concatenate([[0], np.cumsum(self.sizes)])
+        self.factor = np.repeat(np.arange(len(self.sizes)), self.sizes)
+        weight = np.ones(len(self.sizes)) if weights is None else np.asarray(weights, dtype=float)
+        self._weight = (weight / weight.max())[self.factor].astype(np.float32)
+        self.pairs = self._possible_pairs()
+        self.triples = self._possible_triples()
+        self.open_pairs = self.pairs.copy()
+        self.open_triples = self.triples.copy()
+        self.used = np.zeros(
+            len(self.factor)
+        )  # rows that have the level: of two that complete as much, the rarer is taken
+        # What makes plain levels the first choice, and of others the ones that come first.
+        self._plainly = 1e9 * (np.arange(len(self.factor)) - self.starts[self.factor])
+
+    def _row(self, *levels: int) -> list[int]:
+        """A part of a row. levels: numbers among all levels."""
+        row = [OPEN] * len(self.sizes)
+        for level in levels:
+            row[self.factor[level]] = int(level - self.starts[self.factor[level]])
+        return row
+
+    def _possible_pairs(self) -> np.ndarray:
+        count = len(self.factor)
+        single = np.array([self.allowed(self._row(level)) for level in range(count)])
+        found = np.zeros((count, count), dtype=bool)
+        for one, other in combinations(np.flatnonzero(single).tolist(), 2):
+            if self.factor[one] != self.factor[other] and self.allowed(self._row(one, other)):
+                found[one, other] = found[other, one] = True
+        return found
+
+    def _possible_triples(self) -> np.ndarray:
+        """Those whose pairs are possible: nearly all that are; one that is not is found when a row wants it."""
+        return self.pairs[:, :, None] & self.pairs[:, None, :] & self.pairs[None, :, :]
+
+    def next_row(self) -> Row | None:
+        """A row that completes a pair, or if there is none left, a triple; None if nothing is left to complete."""
+        while (wanted := self._wanted()) is not None:
+            row = self._completed(wanted) if self.allowed(self._row(*wanted)) else None
+            if row is not None:
+                return self.add(row)
+            self._forget(wanted)
+        return None
+
+    def _wanted(self) -> list[int] | None:
+        """A pair that no row has yet, or else a triple. None if there is none."""
+        if self.open_pairs.any():
+            left = self.open_pairs.sum(axis=1)
+            one = int(left.argmax())
+            return [one, int((self.open_pairs[one] * (left + 1)).argmax())]
+        open_triples = self.open_triples.sum(axis=(1, 2), dtype=np.int64) * self._weight
+        if not open_triples.any():
+            return None
+        one = int(open_triples.argmax())
+        return [one, *divmod(int(self.open_triples[one].argmax()), len(self.factor))]
+
+    def add(self, row: Row) -> Row:
+        """Counts what a row completes. The row may come from elsewhere."""
+        levels = [self.starts[factor] + level for factor, level in enumerate(row)]
+        self.open_pairs[np.ix_(levels, levels)] = False
+        self.open_triples[np.ix_(levels, levels, levels)] = False
+        self.used[levels] += 1.0
+        return row
+
+    def _forget(self, levels: Sequence[int]) -> None:
+        """Marks a pair or a triple as impossible."""
+        if len(levels) == 2:
+            places = np.ix_(levels, levels)
+            self.pairs[places] = self.open_pairs[places] = False
+        for order in permutations(levels):
+            self.triples[order] = self.open_triples[order] = False
+
+    def _completed(self, chosen: list[int]) -> Row | None:
+        """A row with these levels that completes much; None if there is no row with them."""
+        return self._greedy(chosen, self.used / 1e3) or self._greedy(chosen, self._plainly)
+
+    def _greedy(self, chosen: list[int], cost: np.ndarray) -> Row | None:
+        """Takes the level that completes most, less its cost, until each factor has one. None at a dead end."""
+        row = self._row(*chosen)
+        gain = np.zeros(len(self.factor))
+        possible = np.ones(len(self.factor), dtype=bool)
+        taken: list[int] = []
+        for level in chosen:
+            self._take(level, taken, gain, possible)
+        while OPEN in row:
+            worth = np.where(possible, gain - cost, -np.inf)
+            while True:
+                level = int(worth.argmax())
+                if worth[level] == -np.inf:
+                    return None
+                factor = self.factor[level]
+                row[factor] = int(level - self.starts[factor])
+                if self.allowed(row):
+                    break
+                row[factor] = OPEN
+                worth[level] = -np.inf
+                possible[level] = False
+            self._take(level, taken, gain, possible)
+        return tuple(row)
+
+    def _take(self, level: int, taken: list[int], gain: np.ndarray, possible: np.ndarray) -> None:
+        gain += _PAIR * self.open_pairs[:, level]
+        if taken:
+            gain += self.open_triples[:, level, taken] @ self._weight[taken] * self._weight[level]
+        taken.append(level)
+        possible &= self.pairs[:, level]
+
+    @property
+    def coverage(self) -> tuple[Coverage, Coverage]:
+        """Of pairs and of triples."""
+        pairs, triples = int(self.pairs.sum()) // 2, int(self.triples.sum()) // 6
+        return (
+            Coverage(pairs - int(self.open_pairs.sum()) // 2, pairs),
+            Coverage(triples - int(self.open_triples.sum()) // 6, triples),
+        )

@@ -1,0 +1,587 @@
+"""The space of cases: named factors, each with a few levels that matter, and the covering array that a run takes of it.
+
+A level is what a kernel may have code of its own for: a class of lengths, a mask, the layout of one tensor, a way of
+calling. A fault may sit where two or three levels meet. The cases of a run hold every pair of levels that the claims
+allow, and as many triples as the run has room for.
+
+To add a level, add its word to its factor. To add a factor, add it to `FACTORS`: `draw` says how a case gets the level,
+`of` how it is read off a case. What cannot stand together is in `_RULES`.
+"""
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, get_args
+
+from hypothesis import reject
+from hypothesis import strategies as st
+
+from flashproof.cases import (
+    CALLS,
+    DOUTS,
+    FAMILIES,
+    LAYOUTS,
+    OF_DOUT,
+    SHARED,
+    SHARINGS,
+    TENSORS,
+    VALUES,
+    WITHOUT_BACKWARD,
+    Case,
+    Wanted,
+    not_claimed,
+)
+from flashproof.covering import OPEN, Allowed, Coverage, Covering, Partial, Row
+from flashproof.impls.spec import DTYPES, Device, Dtype, Supports
+
+Fields = dict[str, Any]  # of a case under way
+Levels = Mapping[str, str]  # by factor
+Pick = Callable[[Sequence[Any]], Any]  # one of several, by the row and the factor
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One property of a case.
+
+    levels: their names, the plain one first. of: the level that a case has. draw: the fields that give a case the
+    level, from those that the factors before it have set. weight: what a triple with it counts for; 2 where kernels
+    choose their code by it.
+    """
+
+    name: str
+    levels: tuple[str, ...]
+    of: Callable[[Case], str]
+    draw: Callable[[str, Fields, Pick], Fields]
+    weight: float = 1.0
+
+
+def _field(name: str, words: dict[str, Any] | Sequence[str], *, field: str = "", weight: float = 1.0) -> Factor:
+    """One field of a case. words: its values by the name of their level, or the values themselves."""
+    values = words if isinstance(words, dict) else {word: word for word in words}
+    names = {value: word for word, value in values.items()}
+    key = field or name
+    return Factor(
+        name,
+        tuple(values),
+        lambda case: names.get(getattr(case, key), "another"),
+        lambda level, fields, pick: {key: values[level]},
+        weight,
+    )
+
+
+def _classes(name: str, classes: Mapping[str, Sequence[int]], field: str, of: Callable[[Case], int]) -> Factor:
+    """A number of heads or batch entries. classes: the numbers of each level."""
+    return Factor(
+        name,
+        tuple(classes),
+        lambda case: next((word for word, numbers in classes.items() if of(case) in numbers), "another"),
+        lambda level, fields, pick: {field: pick(classes[level])},
+        weight=2.0,
+    )
+
+
+def _of_tensor(name: str, place: int, field: str, words: Mapping[str, Any]) -> Factor:
+    """One entry of `layouts` or of `offsets`."""
+    names = {value: word for word, value in words.items()}
+
+    def draw(level: str, fields: Fields, pick: Pick) -> Fields:
+        before = fields.get(field, getattr(Case(), field))
+        return {field: (*before[:place], words[level], *before[place + 1 :])}
+
+    return Factor(name, tuple(words), lambda case: names[getattr(case, field)[place]], draw)
+
+
+# --------------------------------------------------------------------------------------------------------- lengths
+
+# The tiles of kernels are 16 to 256 long, most of them 64 or 128.
+LENGTHS: dict[str, Sequence[int]] = {
+    "past a tile": [*range(65, 81), *range(128, 145)],
+    "1": range(1, 2),
+    "2 to 15": range(2, 16),
+    "16 to 64": range(16, 65),
+    "tiles": range(160, 385),
+    "over 1024": range(1025, 1280),
+    "over 4096": range(4097, 4230),
+}
+_ENDS = {1: "1", 15: "2 to 15", 64: "16 to 64", 144: "past a tile", 1024: "tiles", 4096: "over 1024"}
+RESTS: dict[str, Callable[[int], bool]] = {
+    "odd": lambda length: length % 2 == 1,
+    "even": lambda length: length % 2 == 0 and length % 16 > 0,
+    "of 16": lambda length: length % 16 == 0 and length % 64 > 0,
+    "of 64": lambda length: length % 64 == 0,
+}
+AS_QUERIES = "as queries"
+
+
+def length_class(length: int) -> str:
+    """The class of any length."""
+    return next((word for end, word in _ENDS.items() if length <= end), "over 4096")
+
+
+def rest(length: int) -> str:
+    """What a length leaves over whole tiles."""
+    return next(word for word, holds in RESTS.items() if holds(length))
+
+
+def _fitting(length: str, left: str) -> list[int]:
+    return [number for number in LENGTHS[length] if RESTS[left](number)]
+
+
+def _keys(level: str, fields: Fields, pick: Pick) -> Fields:
+    if fields["_keys"] == AS_QUERIES:
+        return {"keys": fields["queries"]}
+    return {"keys": pick([number for number in _fitting(fields["_keys"], level) if number != fields["queries"]])}
+
+
+# ---------------------------------------------------------------------------------------------------------- factors
+
+_HEADS: dict[str, Sequence[int]] = {"1": [1], "2": [2], "3": [3], "5 to 9": range(5, 10), "16 to 33": range(16, 34)}
+_GROUPS: dict[str, Sequence[int]] = {
+    "1": [1],
+    "2": [2],
+    "3": [3],
+    "4": [4],
+    "5 to 7": range(5, 8),
+    "8": [8],
+    "9 to 71": [12, 16, 24, 48, 71],
+}
+_BATCHES: dict[str, Sequence[int]] = {"1": [1], "2": [2], "3 to 5": [3, 4, 5]}
+MANY = "over 65535 with heads"  # the largest grid of a GPU in its second and third dimension
+_DIMS: dict[str, Sequence[int]] = {str(dim): [dim] for dim in (64, *(dim for dim in range(8, 257, 8) if dim != 64))}
+_DIMS |= {"odd": range(1, 64, 2), "even": [dim for dim in range(2, 64, 2) if dim % 8]}
+_SCALES: dict[str, tuple[float | None, str]] = {
+    "default": (None, "float"),
+    "given": (0.3, "float"),
+    "1": (1.0, "float"),
+    "integer": (1.0, "int"),
+    "NumPy": (0.25, "numpy"),
+    "negative": (-0.2, "float"),
+    "zero": (0.0, "float"),
+}
+_MAGNITUDES = {"1": 1.0, "small": 2.0**-10, "16": 16.0, "64": 64.0}
+_LIFTS = {1.0: 12.0, 2.0**-10: 3.0, 16.0: 30.0, 64.0: 100.0}  # of a spike or a rise, in place of a magnitude
+_SHIFTS = {"none": 0.0, "-100": -100.0, "100": 100.0, "10000": 1e4}
+
+
+def _scale(case: Case) -> str:
+    asked = (case.scale, case.number)
+    return next((word for word, scale in _SCALES.items() if scale == asked), "given")
+
+
+def _batch(level: str, fields: Fields, pick: Pick) -> Fields:
+    return {"batch": 65536 // fields["heads"] + 1 if level == MANY else pick(_BATCHES[level])}
+
+
+def _magnitude(level: str, fields: Fields, pick: Pick) -> Fields:
+    magnitude = _MAGNITUDES[level]
+    return {"magnitude": _LIFTS[magnitude] if fields["family"] in ("spike", "rising") else magnitude}
+
+
+def _magnitude_of(case: Case) -> str:
+    known = _LIFTS if case.family in ("spike", "rising") else {value: value for value in _MAGNITUDES.values()}
+    return next((word for word, value in _MAGNITUDES.items() if known[value] == case.magnitude), "another")
+
+
+def _batch_of(case: Case) -> str:
+    if case.batch * case.heads > 65535:
+        return MANY
+    return next((word for word, numbers in _BATCHES.items() if case.batch in numbers), "another")
+
+
+FACTORS: tuple[Factor, ...] = (
+    _field("dtype", DTYPES, weight=2.0),
+    _field("call", [*CALLS], weight=2.0),
+    _field("wanted", get_args(Wanted)),
+    _classes("key heads", _HEADS, "kv_heads", lambda case: case.kv_heads),
+    Factor(
+        "group",
+        tuple(_GROUPS),
+        lambda case: next((word for word, sizes in _GROUPS.items() if case.heads // case.kv_heads in sizes), "another"),
+        lambda level, fields, pick: {"heads": fields["kv_heads"] * pick(_GROUPS[level])},
+        weight=2.0,
+    ),
+    Factor("batch", (*_BATCHES, MANY), _batch_of, _batch),
+    Factor(
+        "queries",
+        tuple(LENGTHS),
+        lambda case: length_class(case.queries),
+        lambda level, fields, pick: {"_queries": level},
+        weight=2.0,
+    ),
+    Factor(
+        "queries' rest",
+        tuple(RESTS),
+        lambda case: rest(case.queries),
+        lambda level, fields, pick: {"queries": pick(_fitting(fields["_queries"], level))},
+    ),
+    Factor(
+        "keys",
+        (AS_QUERIES, *LENGTHS),
+        lambda case: AS_QUERIES if case.keys == case.queries else length_class(case.keys),
+        lambda level, fields, pick: {"_keys": level},
+        weight=2.0,
+    ),
+    Factor("keys' rest", tuple(RESTS), lambda case: rest(case.keys), _keys),
+    _classes("head dim", _DIMS, "dim", lambda case: case.dim),
+    _field("mask", ("full", "causal", "causal-br"), weight=2.0),
+    _field("block mask", {"none": None, "half": 0.5, "sparse": 0.15}, field="blocks", weight=2.0),
+    Factor(
+        "scale",
+        tuple(_SCALES),
+        _scale,
+        lambda level, fields, pick: dict(zip(("scale", "number"), _SCALES[level], strict=True)),
+    ),
+    _field("dropout", {"none": 0.0, "some": 0.2, "most": 0.9}, weight=2.0),
+    _field("LSE", {"asked": True, "not asked": False}, field="lse"),
+    _field("keywords", {"needed": False, "all": True}, field="spelled"),
+    _field("sharing", [*SHARINGS]),
+    *(
+        _of_tensor(
+            f"layout of {tensor}",
+            place,
+            "layouts",
+            {layout: layout for layout in LAYOUTS if tensor == "do" or layout not in OF_DOUT},
+        )
+        for place, tensor in enumerate(TENSORS)
+    ),
+    *(
+        _of_tensor(f"address of {tensor}", place, "offsets", {"aligned": False, "offset": True})
+        for place, tensor in enumerate(TENSORS)
+    ),
+    _field("scores", [*FAMILIES], field="family"),
+    Factor("magnitude", tuple(_MAGNITUDES), _magnitude_of, _magnitude),
+    _field("shift", _SHIFTS),
+    _field("values", [*VALUES]),
+    _field("output gradient", [*DOUTS], field="douts"),
+)
+BY_NAME = {factor.name: factor for factor in FACTORS}
+
+
+def levels(case: Case) -> dict[str, str]:
+    """The level of each factor that a case has, by the factor's name. "another" where the space has no such level."""
+    return {factor.name: factor.of(case) for factor in FACTORS}
+
+
+def case_of(row: Levels, number: int, *, smallest: bool = False) -> Case:
+    """A case with these levels.
+
+    number: of the row, which chooses among the sizes of a class and seeds the case. smallest: takes the smallest ones.
+    """
+    fields: Fields = {}
+    for factor in FACTORS:
+
+        def pick(values: Sequence[Any], name: str = factor.name) -> Any:
+            return min(values) if smallest else values[zlib.crc32(f"{number} {name}".encode()) % len(values)]
+
+        fields |= factor.draw(row[factor.name], fields, pick)
+    return Case(**{name: value for name, value in fields.items() if not name.startswith("_")}, seed=number)
+
+
+PLAIN: dict[str, str] = {factor.name: factor.levels[0] for factor in FACTORS}
+
+# ------------------------------------------------------------------------------------------------------------ rules
+
+Known = Mapping[str, str]  # the levels that are chosen so far
+_OF_DOUT = ("layout of do", "address of do", "output gradient", "wanted")
+_OF_LENGTH = ("queries", "queries' rest", "keys", "keys' rest")
+_OF_SIZE = ("key heads", "group", "batch", *_OF_LENGTH, "head dim", "sharing")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What cannot stand together. factors: those that it looks at. holds: of the levels of these that are chosen."""
+
+    factors: tuple[str, ...]
+    holds: Callable[[Known], bool]
+
+
+_RULES: list[Rule] = []
+
+
+def _rule(*factors: str) -> Callable[[Callable[[Known], bool]], Callable[[Known], bool]]:
+    def add(holds: Callable[[Known], bool]) -> Callable[[Known], bool]:
+        _RULES.append(Rule(factors, holds))
+        return holds
+
+    return add
+
+
+def _is_plain(known: Known, *factors: str) -> bool:
+    """Whether none of these factors has another level than its plain one."""
+    return all(known.get(factor, PLAIN[factor]) == PLAIN[factor] for factor in factors)
+
+
+def _is_square(known: Known) -> bool:
+    """Whether there must be as many keys as queries."""
+    return known.get("keys") == AS_QUERIES or "q" in SHARED.get(known.get("sharing", ""), "")
+
+
+def _possible(known: Known, of: str) -> list[int]:
+    """The lengths that the queries, or the keys, can have."""
+    rests = [
+        known[left]
+        for left in (("queries' rest", "keys' rest") if _is_square(known) else (f"{of}' rest",))
+        if left in known
+    ]
+    name = "queries" if _is_square(known) else of
+    numbers = LENGTHS[known[name]] if name in known else [number for numbers in LENGTHS.values() for number in numbers]
+    return [number for number in numbers if all(RESTS[left](number) for left in rests)]
+
+
+@_rule(*_OF_LENGTH, "sharing")
+def _lengths_exist(known: Known) -> bool:
+    """The classes have lengths with these rests. Those of queries and keys differ, unless they are asked to be one."""
+    if _is_square(known):
+        return known.get("keys", AS_QUERIES) == AS_QUERIES and bool(_possible(known, "queries"))
+    queries, keys = _possible(known, "queries"), _possible(known, "keys")
+    return bool(queries and keys) and (len(queries) > 1 or len(keys) > 1 or queries != keys)
+
+
+@_rule("call", *_OF_DOUT)
+def _gradients_need_backward(known: Known) -> bool:
+    """Without a backward nothing is asked of an output gradient."""
+    return known.get("call") not in WITHOUT_BACKWARD or _is_plain(known, *_OF_DOUT)
+
+
+@_rule("sharing", "group", *(f"{of} of {tensor}" for tensor in TENSORS[:3] for of in ("layout", "address")))
+def _memory_can_be_shared(known: Known) -> bool:
+    """Tensors that share memory have no layout of their own, and as many heads."""
+    sharing = known.get("sharing", "")
+    own = (f"{of} of {tensor}" for tensor in SHARED.get(sharing, "") for of in ("layout", "address"))
+    return _is_plain(known, *own) and (sharing not in ("one-qkv", "packed-heads") or _is_plain(known, "group"))
+
+
+@_rule("batch", "key heads", "group", *(f"layout of {tensor}" for tensor in TENSORS))
+def _expansion_is_of_several(known: Known) -> bool:
+    """One batch entry, or one head, stands for all only where there are several."""
+    expanded = [tensor for tensor in TENSORS if known.get(f"layout of {tensor}") == "expanded"]
+    if known.get("batch") != "1" or known.get("key heads") != "1":
+        return True
+    return not ({"k", "v"} & set(expanded)) and not (expanded and known.get("group") == "1")
+
+
+@_rule("queries", "layout of do")
+def _pool_is_of_several(known: Known) -> bool:
+    """One row stands for all queries only where there are several."""
+    return known.get("queries") != "1" or known.get("layout of do") != "pooled"
+
+
+@_rule("dtype", "sharing", "shift")
+def _shift_is_of_scores_alone(known: Known) -> bool:
+    """A shift is one large coordinate of all keys. Values that are keys have it too, and float16 overflows."""
+    is_value = known.get("sharing") in ("one-kv", "one-qkv")
+    return not is_value or known.get("dtype") != "float16" or known.get("shift", "none") == "none"
+
+
+@_rule("call", "dtype")
+def _autocast_keeps_the_dtype(known: Known) -> bool:
+    """The answer to float32 inputs would be of another dtype."""
+    return known.get("call") != "autocast" or known.get("dtype") != "float32"
+
+
+# ------------------------------------------------------------------------------------------------------------ array
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the cases of a run may take.
+
+    work: of one case, batch x heads x queries x keys x (dim + 64). numbers: of its four tensors. cases: how many a run
+    has; more where pairs need them.
+    """
+
+    work: float
+    numbers: float
+    cases: int
+
+    def holds(self, case: Case) -> bool:
+        """Whether there is room for a case."""
+        work = case.batch * case.heads * case.queries * case.keys * (case.dim + 64)
+        return case.numbers <= self.numbers and work <= self.work
+
+
+ROOMS: dict[Device, Room] = {
+    "cpu": Room(work=2.0**26.5, numbers=2.0**22.5, cases=600),
+    "cuda": Room(work=2.0**32, numbers=2.0**24, cases=600),
+}
+
+
+def _smallest(known: Known) -> Case:
+    """The smallest sizes that a case with these levels can have."""
+    kv_heads = min(_HEADS[known.get("key heads", "1")])
+    heads = kv_heads * min(_GROUPS[known.get("group", "1")])
+    batch = known.get("batch", "1")
+    return Case(
+        batch=65536 // heads + 1 if batch == MANY else min(_BATCHES[batch]),
+        heads=heads,
+        kv_heads=kv_heads,
+        queries=min(_possible(known, "queries")),
+        keys=min(_possible(known, "keys")),
+        dim=min(_DIMS[known.get("head dim", "8")]),
+    )
+
+
+class Space:
+    """The part of the space that an implementation claims, and that a run has room for."""
+
+    def __init__(
+        self, supports: Supports, dtypes: Sequence[Dtype], device: Device = "cpu", room: Room | None = None
+    ) -> None:
+        self.supports = supports
+        self.device = device
+        self.room = room or ROOMS[device]
+        own: dict[str, tuple[str, ...]] = {"dtype": tuple(dtype for dtype in DTYPES if dtype in dtypes)}
+        own["head dim"] = tuple(level for level, dims in _DIMS.items() if all(map(self._is_dim, dims)))
+        self.plain = PLAIN | {name: levels[0] for name, levels in own.items()}
+        self.levels = {
+            factor.name: own.get(factor.name)
+            or tuple(level for level in factor.levels if self._is_claimed(factor.name, level))
+            for factor in FACTORS
+        }
+
+    def _is_dim(self, dim: int) -> bool:
+        smallest, largest = self.supports.dims
+        return smallest <= dim <= largest and dim % self.supports.dim_multiple == 0
+
+    def _is_claimed(self, factor: str, level: str) -> bool:
+        if level == self.plain[factor]:
+            return self.supports.backward or factor != "call"
+        if factor == "LSE":
+            return self.supports.lse
+        if not self.supports.backward and (factor in _OF_DOUT or (factor == "call" and level not in WITHOUT_BACKWARD)):
+            return False
+        return not_claimed(case_of(self.plain | {factor: level}, 0), self.supports) is None
+
+    def _rules(self) -> list[Rule]:
+        """Those of the space, and what these claims and this room add."""
+
+        def aligned(known: Known) -> bool:
+            packed = known.get("sharing", "").startswith("packed")
+            return self.supports.unaligned or not packed or known.get("head dim") not in ("odd", "even")
+
+        def square(known: Known) -> bool:
+            return self.supports.cross_lengths or known.get("keys", AS_QUERIES) == AS_QUERIES
+
+        def has_room(known: Known) -> bool:
+            known = known if self.supports.cross_lengths else {"keys": AS_QUERIES, **known}
+            return _lengths_exist(known) and self.room.holds(_smallest(known))
+
+        return [*_RULES, Rule(("sharing", "head dim"), aligned), Rule(("keys",), square), Rule(_OF_SIZE, has_room)]
+
+    @cached_property
+    def allowed(self) -> Allowed:
+        """Whether a part of a row may stand. Each rule is asked once for each choice of its factors."""
+        places = {factor.name: place for place, factor in enumerate(FACTORS)}
+        words = [self.levels[factor.name] for factor in FACTORS]
+        rules = [
+            ([places[name] for name in rule.factors], rule, dict[tuple[int, ...], bool]()) for rule in self._rules()
+        ]
+
+        def allowed(row: Partial) -> bool:
+            for mine, rule, known in rules:
+                asked = tuple(row[place] for place in mine)
+                if asked not in known:
+                    chosen = {FACTORS[place].name: words[place][row[place]] for place in mine if row[place] >= 0}
+                    known[asked] = rule.holds(chosen)
+                if not known[asked]:
+                    return False
+            return True
+
+        return allowed
+
+    @cached_property
+    def _covering(self) -> Covering:
+        sizes = [len(self.levels[factor.name]) for factor in FACTORS]
+        return Covering(sizes, self.allowed, [factor.weight for factor in FACTORS])
+
+    def case(self, row: Row, number: int) -> Case:
+        levels = {factor.name: self.levels[factor.name][level] for factor, level in zip(FACTORS, row, strict=True)}
+        case = case_of(levels, number)
+        return case if self.room.holds(case) else case_of(levels, number, smallest=True)
+
+    @property
+    def cases(self) -> list[Case]:
+        """The cases of a run: the array, and the longest sequences, for which it has no room."""
+        return self.array + self._long()
+
+    @cached_property
+    def array(self) -> list[Case]:
+        """The covering array, in the order in which its cases complete most pairs."""
+        found: list[Case] = []
+        while self._covering.open_pairs.any() or len(found) < self.room.cases:
+            row = self._covering.next_row()
+            if row is None:
+                break
+            found.append(self.case(row, len(found)))
+        return found
+
+    def _long(self) -> list[Case]:
+        """As many keys as queries in the longest classes: plain cases, since there is no room for more."""
+        found = []
+        dims = [min(_DIMS[level]) for level in self.levels["head dim"]]
+        for number, length in enumerate(("over 1024", "over 4096")):
+            dtypes = self.levels["dtype"]
+            chosen = {"queries": length, "keys": AS_QUERIES, "dtype": dtypes[number % len(dtypes)]}
+            case = case_of(self.plain | chosen, number, smallest=True)
+            found.append(replace(case, dim=min(dims), heads=1, kv_heads=1))
+        return found
+
+    @property
+    def coverage(self) -> tuple[Coverage, Coverage]:
+        """Of the pairs and the triples that are claimed and have room: how many stand in the array."""
+        assert self.array  # which counts
+        return self._covering.coverage
+
+    def drawn(self, **fixed: str) -> st.SearchStrategy[Case]:
+        """Any case of the space, plain levels first, so that what fails shrinks to what it needs. fixed: levels."""
+
+        @st.composite
+        def strategy(draw: st.DrawFn) -> Case:
+            row = [OPEN] * len(FACTORS)
+            for place, factor in enumerate(FACTORS):
+                levels = self.levels[factor.name]
+                if factor.name in fixed:
+                    row[place] = levels.index(fixed[factor.name])
+                    continue
+                options = []
+                for level in range(len(levels)):
+                    row[place] = level
+                    options += [level] if self.allowed(row) else []
+                if not options:
+                    reject()
+                row[place] = draw(st.sampled_from(options))
+            return self.case(tuple(row), draw(st.integers(0, 99)))
+
+        return strategy()
+
+
+@lru_cache(maxsize=64)
+def space_of(supports: Supports, dtypes: tuple[Dtype, ...] = DTYPES, device: Device = "cpu") -> Space:
+    """The space of a claim, which is made once."""
+    return Space(supports, dtypes, device)
+
+
+def simplest(case: Case, fails: Callable[[Case], bool]) -> Case:
+    """A case that fails as this one does, of which as many factors as possible have their plain level.
+
+    fails: whether a case fails. It is asked once for each factor; those that choose a kernel's code come last.
+    """
+    row = levels(case)
+    if "another" in row.values():
+        return case
+    for factor in sorted(FACTORS, key=lambda factor: factor.weight):
+        if row[factor.name] == PLAIN[factor.name]:
+            continue
+        simpler = row | {factor.name: PLAIN[factor.name]}
+        for rule in _RULES:
+            if not rule.holds(simpler):  # another level of the rule goes with it
+                simpler |= {name: PLAIN[name] for name in rule.factors}
+        if all(rule.holds(simpler) for rule in _RULES) and fails(case_of(simpler, case.seed)):
+            row = simpler
+    return case_of(row, case.seed) if row != levels(case) else case
+
+
+def what_it_needs(case: Case) -> list[str]:
+    """The factors of a case that are not plain, each with its level."""
+    return [f"{name} {level}" for name, level in levels(case).items() if level != PLAIN[name]]

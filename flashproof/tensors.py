@@ -1,0 +1,291 @@
+"""The tensors of a case: the same numbers on every machine, in the memory layouts that the case asks for.
+
+The numbers come from NumPy's Philox bit stream by integer arithmetic, and never from a library's generator of normal
+numbers.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flashproof.cases import Case, Layout
+from flashproof.impls.shapes import Bool, Float
+from flashproof.oracles.masks import BLOCK, Dropout, Mask
+from flashproof.oracles.problem import Problem
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """The tensors of a case, on one device. Contiguous ones stand in a larger buffer of NaN, which they do not own."""
+
+    query: Float[Tensor, "batch heads queries dim"]
+    key: Float[Tensor, "batch kv_heads keys dim"]
+    value: Float[Tensor, "batch kv_heads keys dim"]
+    dout: Float[Tensor, "batch heads queries dim"]
+    block_mask: Bool[Tensor, "batch heads query_blocks key_blocks"] | None
+
+    def problem(self, case: Case) -> Problem:
+        """What the oracles are asked."""
+        alignment: dict[str, Literal["top_left", "bottom_right"]] = {"causal": "top_left", "causal-br": "bottom_right"}
+        return Problem(
+            query=self.query,
+            key=self.key,
+            value=self.value,
+            dout=self.dout,
+            scale=1.0 / math.sqrt(case.dim) if case.scale is None else case.scale,
+            mask=Mask(case.queries, case.keys, alignment.get(case.mask), self.block_mask),
+            dropout=Dropout(case.dropout, dropout_seed(case)),
+        )
+
+
+def tensors_of(inputs: Inputs) -> tuple[Tensor, ...]:
+    """Query, key, value and output gradient, and the block mask where there is one."""
+    tensors = (inputs.query, inputs.key, inputs.value, inputs.dout)
+    return tensors if inputs.block_mask is None else (*tensors, inputs.block_mask)
+
+
+def memory(tensor: Tensor) -> Tensor:
+    """All bytes of the buffer that a tensor stands in, and not only those that it owns: NaN is compared by its bits."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def dropout_seed(case: Case) -> int:
+    """The 64-bit dropout seed of a case; both of its words are in use."""
+    return (case.seed + 1) * 0x9E3779B97F4A7C15 % 2**64
+
+
+def inputs(case: Case, device: str | torch.device = "cpu", outside: float = math.nan) -> Inputs:
+    """Builds the tensors of a case. Values are exact in the case's dtype and do not depend on the machine.
+
+    outside: what the memory around the tensors and between their rows holds.
+    """
+    numbers = tuple(tensor.to(device) for tensor in _numbers(case))
+    memory = Memory(outside)
+    apart = [
+        memory.laid_out(tensor, layout, offset=offset)
+        for tensor, layout, offset in zip(numbers, case.layouts, case.offsets, strict=True)
+    ]
+    query, key, value, dout = apart
+    match case.sharing:
+        case "one-kv":
+            value = key
+        case "one-qkv":
+            query = value = key
+        case "packed":
+            query, key, value = memory.packed(numbers[:3])
+        case "packed-heads":
+            query, key, value = memory.packed_in_heads(numbers[:3])
+        case "packed-kv":
+            key, value = memory.packed(numbers[1:3])
+    return Inputs(query, key, value, dout, _block_mask(case, device))
+
+
+# -------------------------------------------------------------------------------------------------------- numbers
+
+SMALL = 2**18  # numbers, 1 MiB in float32, up to which many cases are remembered
+SMALL_VALUES = 2.0**-16  # what values are multiplied by where they are small; float16 is subnormal below 2^-14
+Numbers = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _numbers(case: Case) -> Numbers:
+    """The numbers of a case in its dtype, contiguous, on the CPU: query, key, value, dout. Others get copies of them.
+
+    They are remembered. A case is built several times in a row: for the kernel, for the oracle, for rows that are
+    looked at again. A small case is built by every implementation and by several checks.
+    """
+    return (_small if case.numbers <= SMALL else _large)(case)
+
+
+def _made(case: Case) -> Numbers:
+    scale = 1.0 / math.sqrt(case.dim) if case.scale is None else case.scale
+    of_queries = (case.batch, case.heads, case.queries, case.dim)
+    of_keys = (case.batch, case.kv_heads, case.keys, case.dim)
+    query, key, value, dout = (
+        _normal(case, stream, shape) for stream, shape in enumerate((of_queries, of_keys, of_keys, of_queries))
+    )
+    lifted = case.keys // 3  # the key whose score a spike lifts
+    match case.family:
+        case "outliers":
+            query, key, value, dout = (_with_outliers(case, i, x) for i, x in enumerate((query, key, value, dout)))
+        case "sharp":
+            query = query * 4.0
+        case "ties":
+            key = key[:, :, np.arange(case.keys) // 4]
+        case "uniform":
+            query = np.zeros_like(query)
+        case "nokeys":
+            key = np.zeros_like(key)
+        case "spike":
+            # The last coordinate is the same in every query, and is 0 in all keys but one: the scores of this key
+            # rise by the magnitude.
+            query[..., -1], lift = _factors(case.magnitude, scale)
+            key[..., -1] = 0.0
+            key[:, :, lifted, -1] = lift
+        case "rising":
+            query[..., -1], lift = _factors(case.magnitude, scale)
+            key[..., -1] = lift * (np.arange(case.keys) / case.keys)
+    if case.family not in ("spike", "rising"):
+        query = query * case.magnitude
+    if case.shift:
+        # The first coordinate is the same in every query and in every key: it adds one constant to all scores.
+        query[..., 0], key[..., 0] = _factors(case.shift, scale)
+    match case.values:
+        case "positive":
+            value = np.abs(value)
+        case "equal":
+            value = np.repeat(value[:, :, :1], case.keys, axis=2)
+        case "sink":
+            value[:, :, lifted] = 0.0
+        case "small":
+            value = value * SMALL_VALUES
+        case "zero":
+            value = np.zeros_like(value)
+    match case.douts:
+        case "positive":
+            dout = np.abs(dout)
+        case "onehot":
+            dout = (np.arange(case.dim) == np.arange(case.queries)[:, None] % case.dim) * np.ones_like(dout)
+        case "somerows":
+            dout[:, :, np.arange(case.queries) // 16 % 2 == 1] = 0.0
+        case "zero":
+            dout = np.zeros_like(dout)
+    dtype = getattr(torch, case.dtype)
+    named = zip(("query", "key", "value", "dout"), (query, key, value, dout), strict=True)
+    rounded = tuple(_rounded(name, numbers, dtype) for name, numbers in named)
+    return rounded[0], rounded[1], rounded[2], rounded[3]
+
+
+_small = lru_cache(maxsize=256)(_made)
+_large = lru_cache(maxsize=8)(_made)
+
+
+def _factors(score: float, scale: float) -> tuple[float, float]:
+    """Two numbers of about one size whose scaled product is the score; the first is a power of two."""
+    if not score or not scale:
+        return 0.0, 0.0
+    product = score / scale
+    if not math.isfinite(product):
+        raise ValueError(
+            f"a score of {score:g} over a scale of {scale:g} is beyond float64; a smaller magnitude or shift would do"
+        )
+    power = 2.0 ** math.floor(math.log2(abs(product)) / 2)
+    return power, product / power
+
+
+def _raw(case: Case, stream: int, count: int) -> np.ndarray:
+    return np.random.Philox(key=case.seed * 1000 + stream).random_raw(count)
+
+
+def _normal(case: Case, stream: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Nearly normal numbers with mean 0 and variance 1, of at most 4.9: sums of eight 16-bit uniform numbers
+    (Irwin-Hall).
+
+    They are exact on every machine.
+    """
+    count = math.prod(shape)
+    uniforms = _raw(case, stream, 2 * count).view(np.uint16).reshape(count, 8)
+    centred = np.einsum("ij->i", uniforms, dtype=np.int64) - 8 * 65535 // 2  # faster along so short an axis than sum()
+    return (centred * (math.sqrt(12.0 / 8.0) / 65536.0)).reshape(shape)
+
+
+def _with_outliers(case: Case, stream: int, numbers: np.ndarray) -> np.ndarray:
+    one_in_a_thousand = (_raw(case, 20 + stream, numbers.size) % 1000 == 0).reshape(numbers.shape)
+    return numbers + 10.0 * one_in_a_thousand * _normal(case, 10 + stream, numbers.shape)
+
+
+def _rounded(name: str, numbers: np.ndarray, dtype: torch.dtype) -> Tensor:
+    tensor = torch.from_numpy(numbers).to(dtype)
+    if not torch.isfinite(tensor).all():
+        raise ValueError(
+            f"{name} reaches {np.abs(numbers).max():.3g}, beyond {dtype}; "
+            "a smaller magnitude, shift or 1/scale would do"
+        )
+    return tensor
+
+
+def _block_mask(case: Case, device: str | torch.device) -> Tensor | None:
+    if case.blocks is None:
+        return None
+    shape = (case.batch, case.heads, math.ceil(case.queries / BLOCK), math.ceil(case.keys / BLOCK))
+    share = _raw(case, 4, math.prod(shape)).astype(np.float64) / 2.0**64
+    mask = torch.from_numpy((share < case.blocks).reshape(shape)).to(device)
+    return mask.mT.contiguous().mT if case.layouts[0] == "transposed" else mask
+
+
+# --------------------------------------------------------------------------------------------------------- memory
+
+GUARD = 1024  # elements on either side of a contiguous tensor; keeps the alignment that kernels ask for
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Puts tensors into buffers. outside: what a buffer holds around them and between their rows."""
+
+    outside: float
+
+    def _buffer(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return torch.full(shape, self.outside, dtype=like.dtype, device=like.device)
+
+    def _guarded(self, like: Tensor, shape: tuple[int, ...], begin: int = 0) -> Tensor:
+        """A contiguous tensor with a guard on either side. begin: elements behind an aligned address."""
+        count = math.prod(shape)
+        start = GUARD + begin
+        return self._buffer(like, (count + 2 * GUARD,))[start : start + count].view(shape)
+
+    def laid_out(self, tensor: Tensor, layout: Layout, *, offset: bool = False) -> Tensor:
+        """A tensor [batch, heads, length, dim] in a layout. The layouts with strides of 0 have other numbers."""
+        batch, heads, length, dim = tensor.shape
+        begin = 1 if offset else 0
+        view: Tensor
+        match layout:
+            case "contiguous":
+                view = self._guarded(tensor, tensor.shape, begin)
+            case "transposed":
+                view = self._guarded(tensor, (batch, length + 1, heads, dim), begin)[:, :length].transpose(1, 2)
+            case "columns":
+                view = self._guarded(tensor, (batch, heads, dim, length + 1), begin)[..., :length].transpose(2, 3)
+            case "sliced":
+                view = self._guarded(tensor, (batch, heads, 2 * length, 2 * dim), begin)[:, :, ::2, ::2]
+            case "expanded" | "pooled" | "summed":
+                parts: dict[Layout, Callable[[], Tensor]] = {
+                    "expanded": lambda: tensor[:1] if batch > 1 else tensor[:, :1],
+                    "pooled": lambda: tensor[:, :, :1],
+                    "summed": lambda: torch.ones_like(tensor[:1, :1, :1, :1]),
+                }
+                part = parts[layout]()
+                return self._guarded(tensor, tuple(part.shape), begin).copy_(part).expand(tensor.shape)
+        return view.copy_(tensor)
+
+    def packed(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+        """Tensors as columns of one projection: [batch, length, all heads, dim]."""
+        batch, _, length, dim = tensors[0].shape
+        heads = [tensor.shape[1] for tensor in tensors]
+        buffer = self._guarded(tensors[0], (batch, length, sum(heads), dim))
+        views = [part.transpose(1, 2) for part in torch.split(buffer, heads, dim=2)]
+        return [view.copy_(tensor) for view, tensor in zip(views, tensors, strict=True)]
+
+    def packed_in_heads(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+        """Tensors beside one another in each head: [batch, length, heads, tensors, dim]."""
+        batch, heads, length, dim = tensors[0].shape
+        buffer = self._guarded(tensors[0], (batch, length, heads, len(tensors), dim))
+        views = [part.transpose(1, 2) for part in buffer.unbind(dim=3)]
+        return [view.copy_(tensor) for view, tensor in zip(views, tensors, strict=True)]
+
+
+def laid_out_as(like: Tensor, values: Tensor) -> Tensor:
+    """The values in memory like that of another tensor of their shape: equal strides, equal place in an equal buffer.
+
+    Compilers choose code by all of these. Calls whose bits are compared get tensors that differ in nothing but values.
+    Entries that share memory cannot hold different values; then the values are returned as they are.
+    """
+    buffer = torch.empty(0, dtype=like.dtype, device=like.device).set_(like.untyped_storage()).clone()
+    view = buffer.as_strided(like.shape, like.stride(), like.storage_offset())
+    shared = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in like.stride())
+    view[shared].copy_(values[shared])
+    return view if 0 not in like.stride() or torch.equal(view, values) else values

@@ -1,0 +1,264 @@
+"""The ways of calling a kernel, as training and inference do: what is computed for a case, by its `call`.
+
+Whatever the way, each answer is judged by its own bound.
+"""
+
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from flashproof.calling import GRADIENTS, Answer, Forward, Observer, Run, TensorName, forward, go_back
+from flashproof.cases import Call, Case, Masking
+from flashproof.impls.spec import Implementation, Supports
+from flashproof.tensors import Inputs, inputs, memory, tensors_of
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """An answer, and what it is the answer to. given: its tensors, where they are not those of the case."""
+
+    answer: Answer
+    case: Case
+    given: Inputs | None = None
+    note: str = ""  # which of several answers of one way it is
+
+
+def wanted(case: Case) -> tuple[TensorName, ...]:
+    """The gradients that a case asks for."""
+    if not case.backward:
+        return ()
+    return GRADIENTS if case.wanted == "all" else cast(tuple[TensorName, ...], tuple(case.wanted.split("-")))
+
+
+def computed(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
+    """Calls the implementation as the case says. Raises Refused or Fault as `calling.forward` and `go_back`.
+
+    The answers of one way may come from one memory: all of them are computed before the first is handed out.
+    """
+    yield from _SEVERAL.get(case.call, _one)(implementation, case, device, observer)
+
+
+# ------------------------------------------------------------------------------------------------ one forward each
+
+
+def within(context: Callable[[], AbstractContextManager[object]]) -> Run:
+    """Calls within a context."""
+
+    def run(attention: Callable[..., object], leaves: tuple[Tensor, ...], keywords: dict[str, object]) -> object:
+        with context():
+            return attention(*leaves, **keywords)
+
+    return run
+
+
+@contextmanager
+def _default_float64() -> Generator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _deterministic() -> Generator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _checkpointed(attention: Callable[..., object], leaves: tuple[Tensor, ...], keywords: dict[str, object]) -> object:
+    return torch.utils.checkpoint.checkpoint(partial(attention, **keywords), *leaves, use_reentrant=False)
+
+
+def _compiled(attention: Callable[..., object], leaves: tuple[Tensor, ...], keywords: dict[str, object]) -> object:
+    torch._dynamo.reset()  # after some recompilations torch goes on without compiling
+    return torch.compile(attention, backend="aot_eager", dynamic=False)(*leaves, **keywords)
+
+
+def _in_a_thread(attention: Callable[..., object], leaves: tuple[Tensor, ...], keywords: dict[str, object]) -> object:
+    return _in_threads([lambda: attention(*leaves, **keywords)])[0]
+
+
+def _in_threads(calls: list[Callable[[], object]]) -> list[object]:
+    """What the calls return, each in a thread of its own, all at once. Raises what the first of them raised."""
+    returned: list[object] = [None] * len(calls)
+    raised: list[BaseException] = []
+    begin = threading.Barrier(len(calls))
+
+    def run(place: int) -> None:
+        begin.wait()
+        try:
+            returned[place] = calls[place]()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if raised:
+        raise raised[0]
+    return returned
+
+
+_RUNS: dict[Call, Run] = {
+    "no_grad": within(torch.no_grad),
+    "inference": within(torch.inference_mode),
+    "checkpointed": _checkpointed,
+    "compiled": _compiled,
+    "thread": _in_a_thread,
+    "default64": within(_default_float64),
+    "deterministic": within(_deterministic),
+}
+_AROUND: dict[Call, Callable[[], AbstractContextManager[object]]] = {  # the backward
+    "default64": _default_float64,
+    "deterministic": _deterministic,
+}
+
+
+def _one(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
+    """One forward, and its backward."""
+    given = inputs(case, device)
+    run = _RUNS.get(case.call)
+    if case.call == "autocast":
+        run = within(lambda: torch.autocast(device, given.query.dtype))
+    call = forward(implementation, case, given, wanted=_leaves(case), run=run, observer=observer)
+    yield Computed(_answered(call, under=_AROUND.get(case.call, nullcontext)), case)
+
+
+def _leaves(case: Case) -> tuple[TensorName, ...]:
+    """The inputs that require a gradient. Under no_grad they do, as parameters of a network."""
+    return GRADIENTS if case.call == "no_grad" else wanted(case)
+
+
+def _answered(call: Forward, **how: Any) -> Answer:
+    """With gradients, where any are wanted and the output carries one."""
+    if call.case.backward and call.carries_gradient:
+        return go_back(call, plain=True, **how)
+    return call.answer()
+
+
+# ----------------------------------------------------------------------------------------------------- several calls
+
+
+def _twice(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
+    given = inputs(case, device)
+    other = replace(given, dout=inputs(replace(case, seed=case.seed + 1), device).dout)
+    call = forward(implementation, case, given, wanted=wanted(case), observer=observer)
+    if not call.carries_gradient:
+        yield Computed(call.answer(), case)
+        return
+    first = go_back(call, keep=True, plain=True)
+    second = go_back(call, dout=other.dout, keep=True)
+    yield Computed(first, case, note="the first of two backwards of one call, looked at after the second")
+    yield Computed(second, case, other, "the second of two backwards of one call")
+
+
+def _another(case: Case, supports: Supports) -> Case:
+    """A case of the same shape with other values and, where they are claimed, other options."""
+    masks: list[Masking] = ["full"]
+    masks += ["causal"] if "top_left" in supports.causal else []
+    masks += ["causal-br"] if "bottom_right" in supports.causal else []
+    other = replace(case, seed=case.seed + 1, mask=masks[(masks.index(case.mask) + 1) % len(masks)])
+    return other if supports.scale == "default" else replace(other, scale=0.5, number="float")
+
+
+def _two_forwards(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
+    other = _another(case, implementation.supports)
+    first, second = (
+        forward(implementation, one, inputs(one, device), wanted=wanted(one), observer=observer)
+        for one in (case, other)
+    )
+    answers = [_answered(first), _answered(second)]
+    yield Computed(answers[0], case, note="another call ran between forward and backward")
+    yield Computed(answers[1], other, note="it ran between forward and backward of another call")
+
+
+def _after_another(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
+    other = _another(case, implementation.supports)
+    answers = [
+        _answered(forward(implementation, one, inputs(one, device), wanted=wanted(one), observer=observer))
+        for one in (other, case)
+    ]
+    yield Computed(answers[0], other, note="looked at after another call")
+    yield Computed(answers[1], case, note="after a call of the same shape with other options")
+
+
+def _renewed(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
+    """As where a graph of calls is replayed. The tensors of both calls are one, or new ones at the same addresses."""
+    other = replace(case, seed=case.seed + 1)
+    given, fresh = inputs(other, device), inputs(case, device)
+    before = forward(implementation, other, given, wanted=wanted(other), observer=observer)
+    if case.backward and before.carries_gradient:
+        go_back(before, plain=True)
+    for old, new in zip(tensors_of(given), tensors_of(fresh), strict=True):
+        memory(old).copy_(memory(new))
+    kept: tuple[Tensor, ...] | None = before.leaves
+    if case.call == "readdressed":  # tensors that no one has changed yet, as an allocator hands out what was freed
+        kept, given = (
+            None,
+            replace(given, **{name: getattr(given, name).data for name in ("query", "key", "value", "dout")}),
+        )
+    call = forward(implementation, case, given, wanted=wanted(case), leaves=kept, observer=observer)
+    what = "with other values in the same tensors" if kept else "with other tensors at the same addresses"
+    yield Computed(_answered(call), case, note=f"after a call {what}")
+
+
+def _accumulated(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
+    """A backward of zeros leaves gradients of zero, onto which the next one adds."""
+    given = inputs(case, device)
+    nothing = replace(given, dout=given.dout * 0.0)
+    first = forward(implementation, case, nothing, wanted=wanted(case), observer=observer)
+    if not first.carries_gradient:
+        yield Computed(first.answer(), case)
+        return
+    go_back(first, plain=True, onto=True)
+    second = forward(implementation, case, given, wanted=wanted(case), leaves=first.leaves, observer=observer)
+    yield Computed(go_back(second, onto=True), case)
+
+
+def _two_threads(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
+    beside = replace(case, seed=case.seed + 1)
+    theirs = inputs(beside, device)
+    returned: list[object] = []
+
+    def run(attention: Callable[..., object], leaves: tuple[Tensor, ...], keywords: dict[str, object]) -> object:
+        others = tuple(
+            tensor.detach().requires_grad_(leaf.requires_grad)
+            for tensor, leaf in zip((theirs.query, theirs.key, theirs.value), leaves, strict=True)
+        )
+        own = keywords | ({"block_mask": theirs.block_mask} if theirs.block_mask is not None else {})
+        mine, other = _in_threads([lambda: attention(*leaves, **keywords), lambda: attention(*others, **own)])
+        returned.append(other)
+        return mine
+
+    call = forward(implementation, case, inputs(case, device), wanted=wanted(case), run=run, observer=observer)
+    answer = _answered(call)
+    out = returned[0][0] if isinstance(returned[0], tuple) else returned[0]
+    yield Computed(answer, case, note="called in two threads at once")
+    if isinstance(out, Tensor) and out.shape == answer["out"].shape and not case.dropout:
+        yield Computed(Answer({"out": out.detach()}, answer.seconds), beside, note="called in two threads at once")
+
+
+_SEVERAL: dict[Call, Callable[[Implementation, Case, str, Observer], Iterator[Computed]]] = {
+    "twice": _twice,
+    "two-forwards": _two_forwards,
+    "after-another": _after_another,
+    "renewed": _renewed,
+    "readdressed": _renewed,
+    "accumulated": _accumulated,
+    "threads": _two_threads,
+}

@@ -1,0 +1,418 @@
+"""Combination mutants: a right kernel that is wrong only where two or three properties of a call meet, or beyond a size.
+
+They measure the cases of a run. A condition is drawn from the space at random, never from the array that a run takes of
+it: a point of the space is drawn, the kernel is called there, and some of the properties that the call shows become the
+condition. The properties are read off the call itself (tensors, keywords, state of the process), as kernels choose their
+code, and not off the case. A mutant is wrong at the point that it was drawn at; it is drawn anew if the bound excuses it.
+"""
+
+import math
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flashproof import judging, ways
+from flashproof.calling import UNOBSERVED, TensorName
+from flashproof.cases import Case
+from flashproof.covering import OPEN
+from flashproof.impls.spec import Dtype, Implementation, Supports
+from flashproof.oracles.masks import BLOCK, Dropout
+from flashproof.registry import Check, checks
+from flashproof.space import FACTORS, space_of
+from flashproof.tests.suite.mutants import trial
+
+Kind = Literal["pair", "triple", "threshold"]
+Fault = Literal["factor", "last row", "coarse", "rows swapped", "first head"]
+FAULTS: dict[Fault, str] = {
+    "factor": "everything is 1 % too large",
+    "last row": "the last row is zero",
+    "coarse": "every number is rounded to a few bits",
+    "rows swapped": "the first two rows are exchanged",
+    "first head": "the last head has what belongs to the first",
+}
+SUPPORTS = Supports(
+    causal=("top_left", "bottom_right"),
+    scale="finite",
+    grouped_heads=True,
+    cross_lengths=True,
+    strided=True,
+    unaligned=True,
+    block_mask=True,
+    dropout=True,
+    lse=True,
+)
+Shows = dict[str, str]  # what a call shows: a level for each property
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A kernel that is wrong where a call shows all of these, or where a size is larger than a limit."""
+
+    kind: Kind
+    where: tuple[tuple[str, str], ...]  # properties and their levels
+    beyond: tuple[str, int] | None  # a size, and the limit
+    tensor: TensorName
+    fault: Fault
+
+    def __str__(self) -> str:
+        conditions = [f"{name} {level}" for name, level in self.where]
+        conditions += [f"{self.beyond[0]} > {self.beyond[1]}"] if self.beyond else []
+        return f"{self.tensor}: {FAULTS[self.fault]}, where {', '.join(conditions)}"
+
+    def holds(self, shown: Shows, sizes: dict[str, int]) -> bool:
+        """Whether a call meets the condition."""
+        if self.beyond and sizes[self.beyond[0]] <= self.beyond[1]:
+            return False
+        return all(shown.get(name) == level for name, level in self.where)
+
+
+# ------------------------------------------------------------------------------------------------------ what calls show
+
+
+def _class(number: float, limits: tuple[float, ...]) -> str:
+    """The class of a number among limits, in words."""
+    below = [limit for limit in limits if number <= limit]
+    return f"up to {below[0]:g}" if below else f"over {limits[-1]:g}"
+
+
+LENGTHS = (1, 15, 64, 144, 1024, 4096)
+
+
+def _rest(length: int) -> str:
+    return next(f"of {step}" for step in (64, 16, 2, 1) if length % step == 0)
+
+
+def _layout(tensor: Tensor) -> str:
+    heads, length, dim = tensor.stride()[1:]
+    sizes = tensor.shape
+    if any(stride == 0 for stride, size in zip(tensor.stride(), sizes, strict=True) if size > 1):
+        return "expanded"
+    if dim > 2 and sizes[3] > 1:
+        return "columns"
+    if dim == 2 and sizes[3] > 1:
+        return "sliced"
+    return "transposed" if heads < length and sizes[1] > 1 and sizes[2] > 1 else "contiguous"
+
+
+def _address(tensor: Tensor) -> str:
+    return "aligned" if tensor.data_ptr() % 16 == 0 else "offset"
+
+
+def _sign(tensor: Tensor) -> str:
+    if not tensor.any():
+        return "zero"
+    return "one sign" if bool((tensor >= 0).all() or (tensor <= 0).all()) else "both signs"
+
+
+def _scale(keywords: dict[str, Any]) -> str:
+    scale = keywords.get("scale")
+    if scale is None:
+        return "default"
+    if isinstance(scale, float) and type(scale) is not float:
+        return "NumPy"
+    if isinstance(scale, int):
+        return "int"
+    return "zero" if scale == 0 else "negative" if scale < 0 else "1" if scale == 1 else "given"
+
+
+def of_forward(tensors: tuple[Tensor, ...], keywords: dict[str, Any]) -> tuple[Shows, dict[str, int]]:
+    """What the forward of a call shows, and its sizes."""
+    query, key, value = tensors
+    (batch, heads, queries, dim), (_, kv_heads, keys, _) = query.shape, key.shape
+    blocks = keywords.get("block_mask")
+    p = keywords.get("dropout_p", 0.0)
+    storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    wanted = [name for name, tensor in zip(("dq", "dk", "dv"), tensors, strict=True) if tensor.requires_grad]
+    shown = {
+        "dtype": str(query.dtype),
+        "batch": "over 65535 with heads" if batch * heads > 65535 else _class(batch, (1, 2)),
+        "key heads": _class(kv_heads, (1, 2, 3, 9)),
+        "group": _class(heads // kv_heads, (1, 2, 3, 4, 7, 8)),
+        "queries": _class(queries, LENGTHS),
+        "queries' rest": _rest(queries),
+        "keys": _class(keys, LENGTHS),
+        "keys' rest": _rest(keys),
+        "queries against keys": "=" if queries == keys else "<" if queries < keys else ">",
+        "head dim": str(dim) if dim % 8 == 0 else "odd" if dim % 2 else "even",
+        "mask": str(keywords.get("causal_alignment", "top_left")) if keywords.get("is_causal") else "full",
+        "block mask": "none" if blocks is None else "half" if float(blocks.float().mean()) > 0.3 else "sparse",
+        "scale": _scale(keywords),
+        "dropout": "none" if not p else "some" if p < 0.5 else "most",
+        "LSE": str(bool(keywords.get("return_lse"))),
+        "keywords": "all" if "is_causal" in keywords and not keywords["is_causal"] else "needed",
+        "sharing": "apart" if len(set(storages)) == 3 else "all" if len(set(storages)) == 1 else "key and value",
+        "gradients": "inference" if torch.is_inference_mode_enabled() else str(torch.is_grad_enabled()),
+        "wanted": " ".join(wanted),
+        "thread": "main" if threading.current_thread() is threading.main_thread() else "another",
+        "default dtype": str(torch.get_default_dtype()),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        "autocast": str(torch.is_autocast_enabled("cpu")),
+        "recomputed": str(torch._C._current_graph_task_id() != -1),
+        "queries' size": _class(float(query.detach().abs().max()), (0.0, 0.1, 6.0, 30.0)),
+        "keys' size": _class(float(key.detach().abs().max()), (0.0, 6.0, 30.0)),
+        "values": _sign(value),
+        "values' size": _class(float(value.detach().abs().max()), (0.0, 0.001, 6.0)),
+    }
+    shown |= {f"layout of {name}": _layout(tensor) for name, tensor in zip("qkv", tensors, strict=True)}
+    shown |= {f"address of {name}": _address(tensor) for name, tensor in zip("qkv", tensors, strict=True)}
+    sizes = {
+        "queries": queries,
+        "keys": keys,
+        "heads": heads,
+        "group": heads // kv_heads,
+        "batch": batch,
+        "batch x heads": batch * heads,
+        "head dim": dim,
+        "queries x keys": queries * keys,
+    }
+    return shown, sizes
+
+
+def of_backward(dout: Tensor, number: int, interleaved: bool) -> Shows:
+    """What a backward shows beside its forward."""
+    rows = dout.abs().sum(dim=-1)
+    return {
+        "layout of do": _layout(dout),
+        "address of do": _address(dout),
+        "output gradient": _sign(dout),
+        "rows of do": "some zero" if bool((rows == 0).any()) and bool(rows.any()) else "none zero",
+        "backward": "first" if number == 1 else "again",
+        "between": "another forward" if interleaved else "nothing",
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- the right kernel
+
+
+def _kept(query: Tensor, keys: int, keywords: dict[str, Any]) -> Tensor | None:
+    """What dropout multiplies the weights by."""
+    p = keywords.get("dropout_p", 0.0)
+    if not p:
+        return None
+    dropout = Dropout(p, keywords["dropout_seed"])
+    rows = torch.arange(query.shape[2])
+    heads = [torch.stack([dropout.kept(batch, head, rows, keys) for head in range(query.shape[1])]) for batch in range(query.shape[0])]
+    return torch.stack(heads).float() / (1.0 - p)
+
+
+def _visible(query: Tensor, keys: int, keywords: dict[str, Any]) -> Tensor | None:
+    queries = query.shape[2]
+    seen = None
+    if keywords.get("is_causal"):
+        below = keys - queries if keywords.get("causal_alignment") == "bottom_right" else 0
+        seen = torch.ones(queries, keys, dtype=torch.bool).tril(below)
+    if (blocks := keywords.get("block_mask")) is not None:
+        whole = blocks.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)[..., :queries, :keys]
+        seen = whole if seen is None else whole & seen
+    return seen
+
+
+class _Eager(torch.autograd.Function):
+    """The textbook in float32 with FlashAttention's casts, and a fault where the mutant's condition holds."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, keywords: dict[str, Any], spy: "Spy", about: Any) -> Any:
+        shown, sizes = about
+        spy.forwards += 1
+        group = query.shape[1] // key.shape[1]
+        q, k, v = query.float(), *(tensor.float().repeat_interleave(group, 1) for tensor in (key, value))
+        scale = 1.0 / math.sqrt(query.shape[3]) if keywords.get("scale") is None else float(keywords["scale"])
+        scores = scale * (q @ k.mT)
+        if (seen := _visible(query, key.shape[2], keywords)) is not None:
+            scores = scores.masked_fill(~seen, -math.inf)
+        lse = torch.logsumexp(scores, dim=-1)
+        weights = torch.softmax(scores, dim=-1).nan_to_num(nan=0.0)
+        kept = _kept(query, key.shape[2], keywords)
+        dropped = weights if kept is None else weights * kept
+        out = (dropped.to(query.dtype).float() @ v).to(query.dtype)
+        spy.see(shown, sizes)
+        ctx.save_for_backward(query, key, value, out, weights, kept)
+        ctx.scale, ctx.spy, ctx.shown, ctx.sizes, ctx.number, ctx.at = scale, spy, shown, sizes, 0, spy.forwards
+        return spy.wrong("out", out, shown, sizes), spy.wrong("lse", lse, shown, sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
+        query, key, value, out, weights, kept = ctx.saved_tensors
+        ctx.number += 1
+        spy, sizes = ctx.spy, ctx.sizes
+        shown = ctx.shown | of_backward(dout, ctx.number, ctx.at != spy.forwards)
+        spy.see(shown, sizes)
+        (batch, heads, _, dim), (kv_heads, keys) = query.shape, key.shape[1:3]
+        k, v = (tensor.float().repeat_interleave(heads // kv_heads, 1) for tensor in (key, value))
+        dweights = dout.float() @ v.mT
+        dropped = weights
+        if kept is not None:
+            dweights, dropped = dweights * kept, weights * kept
+        delta = (dout.float() * out.float()).sum(dim=-1, keepdim=True)
+        dscores = (weights * (dweights - delta)).to(query.dtype).float()
+
+        def summed(tensor: Tensor) -> Tensor:
+            return tensor.reshape(batch, kv_heads, heads // kv_heads, keys, dim).sum(dim=2).to(query.dtype)
+
+        gradients: dict[TensorName, Tensor] = {
+            "dq": (ctx.scale * (dscores @ k)).to(query.dtype),
+            "dk": summed(ctx.scale * (dscores.mT @ query.float())),
+            "dv": summed(dropped.to(query.dtype).float().mT @ dout.float()),
+        }
+        return (*(spy.wrong(name, tensor, shown, sizes) for name, tensor in gradients.items()), None, None, None)
+
+
+@dataclass
+class Spy:
+    """What a kernel remembers of its calls, and the fault that it has."""
+
+    mutant: Mutant | None = None
+    forwards: int = 0
+    seen: list[tuple[Shows, dict[str, int]]] = field(default_factory=list)
+    watches: bool = False
+
+    def see(self, shown: Shows, sizes: dict[str, int]) -> None:
+        """Remembers what a call showed."""
+        if self.watches:
+            self.seen.append((shown, sizes))
+
+    def wrong(self, name: TensorName, tensor: Tensor, shown: Shows, sizes: dict[str, int]) -> Tensor:
+        """A tensor of the answer, with the fault where the call meets its condition."""
+        mutant = self.mutant
+        if mutant is None or mutant.tensor != name or not mutant.holds(shown, sizes):
+            return tensor
+        found = tensor.clone()
+        rows = found if found.ndim == 4 else found[..., None]
+        match mutant.fault:
+            case "factor":
+                rows *= 1.01
+            case "last row":
+                rows[:, :, -1] = 0.0
+            case "coarse":
+                mantissa, exponent = torch.frexp(found.float())
+                found.copy_(torch.ldexp((mantissa * 32.0).round() / 32.0, exponent).to(found.dtype))
+            case "rows swapped":
+                rows[:, :, :2] = rows[:, :, :2].flip(2)
+            case "first head":
+                rows[:, -1] = rows[:, 0].clone()
+        return found
+
+
+def kernel(spy: Spy) -> Implementation:
+    """The right kernel, with the fault that the spy has."""
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def call(query: Tensor, key: Tensor, value: Tensor, keywords: dict[str, Any]) -> Any:
+        about = of_forward((query, key, value), keywords)
+        with torch.autocast("cpu", enabled=False):
+            out, lse = _Eager.apply(query, key, value, keywords, spy, about)  # type: ignore[no-untyped-call]
+        return (out, lse.detach()) if keywords.get("return_lse") else out
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, **keywords: Any) -> Any:
+        return call(query, key, value, keywords)
+
+    return Implementation(name="combination", attention=attention, supports=SUPPORTS)
+
+
+# --------------------------------------------------------------------------------------------------------------- drawing
+
+
+def points(seed: str) -> Iterator[Case]:
+    """Random points of the space: for each factor any level that the levels before it leave."""
+    space, chance = space_of(SUPPORTS), random.Random(seed)
+    while True:
+        row = [OPEN] * len(FACTORS)
+        order = list(range(len(FACTORS)))
+        chance.shuffle(order)
+        for place in order:
+            options = []
+            for level in range(len(space.levels[FACTORS[place].name])):
+                row[place] = level
+                options += [level] if space.allowed(row) else []
+            if not options:
+                break
+            row[place] = chance.choice(options)
+        else:
+            yield space.case(tuple(row), chance.randrange(10**6))
+
+
+_LIMITS = {"queries": 4096, "keys": 4096, "heads": 64, "group": 24, "batch": 4, "head dim": 248, "batch x heads": 65535}
+
+
+def mutants(kind: Kind, count: int, seed: int) -> Iterator[tuple[Mutant, Case]]:
+    """So many mutants, each with the point that shows it."""
+    chance, found = random.Random(f"{kind} {seed}"), 0
+    for case in points(f"{kind} {seed}"):
+        spy = Spy(watches=True)
+        answers = list(ways.computed(kernel(spy), case, "cpu", UNOBSERVED))
+        names = ["out", *(["lse"] if case.lse else []), *ways.wanted(case)]
+        tensor = chance.choice(names)
+        shown, sizes = chance.choice([seen for seen in spy.seen if tensor in ("out", "lse") or "backward" in seen[0]])
+        if tensor in ("out", "lse"):
+            shown = {name: level for name, level in shown.items() if name not in of_backward_names()}
+        fault = chance.choice(list(FAULTS))
+        if kind == "threshold":
+            size = chance.choice(list(_LIMITS))
+            limit = int(math.exp(chance.uniform(0.0, math.log(_LIMITS[size] + 1))))
+            mutant = Mutant(kind, (), (size, limit), tensor, fault)  # type: ignore[arg-type]
+            if sizes[size] <= limit:
+                continue
+        else:
+            where = chance.sample(sorted(shown.items()), 2 if kind == "pair" else 3)
+            mutant = Mutant(kind, tuple(where), None, tensor, fault)  # type: ignore[arg-type]
+        del answers
+        if _rejected(mutant, case):
+            yield mutant, case
+            found += 1
+            if found == count:
+                return
+
+
+def of_backward_names() -> tuple[str, ...]:
+    """What only a backward shows."""
+    return ("layout of do", "address of do", "output gradient", "rows of do", "backward", "between")
+
+
+def _rejected(mutant: Mutant, case: Case) -> bool:
+    """Whether a mutant is wrong at a point."""
+    implementation = kernel(Spy(mutant))
+    for one in ways.computed(implementation, case, "cpu", UNOBSERVED):
+        names = tuple(name for name in one.answer.tensors if name in ("out", "lse", *ways.wanted(one.case)))
+        verdicts = judging.judge(one.answer, one.case, implementation.arithmetic(case.dtype, "cpu"), names, one.given)
+        if not all(judged.passed for judged in verdicts):
+            return True
+    return False
+
+
+# ------------------------------------------------------------------------------------------------------------- measuring
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A case of a check, and what the calls that it makes show."""
+
+    check: str
+    case: Case
+    calls: tuple[tuple[Shows, dict[str, int]], ...]
+
+
+def seen_by(check: Check, dtype: Dtype) -> list[Seen]:
+    """What the calls of a check show, for each of its cases."""
+    found = []
+    for case in check.cases(kernel(Spy()), dtype):
+        spy = Spy(watches=True)
+        trial.ask(check, kernel(spy), dtype, [case])
+        found.append(Seen(check.name, case, tuple(spy.seen)))
+    return found
+
+
+def rejected_by(mutant: Mutant, log: Sequence[Seen]) -> Seen | None:
+    """The first case of the checks that rejects a mutant. Only a case that meets its condition can."""
+    for one in log:
+        if not any(mutant.holds(*call) for call in one.calls):
+            continue
+        if trial.ask(checks()[one.check], kernel(Spy(mutant)), one.case.dtype, [one.case]).verdict == "rejected":
+            return one
+    return None

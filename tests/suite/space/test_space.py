@@ -1,0 +1,74 @@
+"""The space of cases: what is drawn has the levels that were asked for, and the array holds every pair of them."""
+
+from itertools import combinations
+from typing import get_args
+
+import pytest
+import torch
+
+from flashproof.cases import CALLS, Call, Case, not_claimed
+from flashproof.impls.spec import DTYPES, Supports
+from flashproof.space import FACTORS, PLAIN, case_of, levels, simplest, space_of
+from flashproof.tensors import inputs, memory
+from flashproof.tests.suite.mutants.combinations import SUPPORTS, points
+
+FULL = space_of(SUPPORTS)
+MODEST = Supports(causal=("top_left",), dims=(16, 128), dim_multiple=16, dtypes=("float16", "bfloat16"))
+POINTS = [case for case, _ in zip(points("test"), range(60), strict=False)]
+
+
+@pytest.mark.parametrize("supports", [SUPPORTS, MODEST], ids=["full", "modest"])
+def test_the_array_holds_every_pair(supports: Supports) -> None:
+    """Counted on the lines of the cases, and not by what made them."""
+    space = space_of(supports, tuple(dtype for dtype in DTYPES if dtype in supports.dtypes))
+    shown = [levels(Case.parse(str(case))) for case in space.array]
+    found = {pair for row in shown for pair in combinations(row.items(), 2)}
+    assert len(found) == space.coverage[0].covered == space.coverage[0].possible
+    assert {level for case in space.cases for level in levels(case).items()} >= {
+        (factor.name, level) for factor in FACTORS for level in space.levels[factor.name]
+    }
+    assert not any(not_claimed(case, supports) for case in space.cases)
+
+
+@pytest.mark.parametrize("case", POINTS, ids=str)
+def test_a_point_is_its_line(case: Case) -> None:
+    assert Case.parse(str(case)) == case
+    assert "another" not in levels(case).values()
+
+
+def test_each_level_is_read_off_the_case_that_has_it() -> None:
+    apart = {"keys": {"keys' rest"}, "keys' rest": {"keys"}}  # as many keys as queries, which are plain
+    for factor in FACTORS:
+        for level in factor.levels:
+            found = levels(case_of(PLAIN | {factor.name: level}, 3))
+            changed = {name for name in found if found[name] != PLAIN[name]} - {factor.name}
+            if factor.name not in ("queries", "queries' rest", "keys", "keys' rest", "batch", "layout of do"):
+                assert found[factor.name] == level
+                assert changed <= apart.get(factor.name, set()), (factor.name, level)
+
+
+@pytest.mark.parametrize("case", POINTS[:30], ids=str)
+def test_tensors_hold_the_same_numbers_in_any_memory(case: Case) -> None:
+    """Layout, address and sharing do not change numbers, but where entries are one."""
+    given = inputs(case)
+    for name, layout in zip(("query", "key", "value", "dout"), case.layouts, strict=True):
+        tensor = getattr(given, name)
+        assert torch.equal(tensor.isnan(), torch.zeros_like(tensor, dtype=torch.bool))
+        assert bool(memory(tensor).view(tensor.dtype).isnan().any())  # around it
+        if layout == "sliced":
+            assert tensor.stride(3) == 2
+        if layout in ("expanded", "pooled", "summed"):
+            assert 0 in tensor.stride()
+
+
+def test_calls_are_described() -> None:
+    assert set(CALLS) == set(get_args(Call))
+
+
+def test_the_simplest_case_keeps_what_it_needs() -> None:
+    line = "b2 h8/2 q150 k150 d40 bfloat16 causal x16 v.positive k.columns do.offset packed-kv seed5"
+    with pytest.raises(ValueError, match="packed-kv needs k to have no layout"):
+        Case.parse(line)
+    case = Case.parse(line.replace(" packed-kv", "").replace("q150 k150", "q200 k200"))
+    found = simplest(case, lambda other: other.mask == "causal" and other.layouts[1] == "columns")
+    assert {name for name, level in levels(found).items() if level != PLAIN[name]} == {"mask", "layout of k"}

@@ -1,0 +1,67 @@
+"""Each way of calling is what its name says, as the kernel sees it; and its answers are those of a right kernel."""
+
+from typing import get_args
+
+import pytest
+
+from flashproof import judging, ways
+from flashproof.calling import UNOBSERVED
+from flashproof.cases import Call, Case
+from flashproof.tests.suite.mutants.combinations import Mutant, Spy, kernel
+
+SHOWS: dict[Call, tuple[str, str]] = {  # what some call of the way shows
+    "plain": ("wanted", "dq dk dv"),
+    "forward": ("wanted", ""),
+    "no_grad": ("gradients", "False"),
+    "inference": ("gradients", "inference"),
+    "accumulated": ("output gradient", "zero"),
+    "twice": ("backward", "again"),
+    "two-forwards": ("between", "another forward"),
+    "after-another": ("scale", "given"),
+    "renewed": ("wanted", "dq dk dv"),
+    "readdressed": ("wanted", "dq dk dv"),
+    "checkpointed": ("recomputed", "True"),
+    "compiled": ("wanted", "dq dk dv"),
+    "thread": ("thread", "another"),
+    "threads": ("thread", "another"),
+    "default64": ("default dtype", "torch.float64"),
+    "deterministic": ("deterministic", "True"),
+    "autocast": ("autocast", "True"),
+}
+
+
+@pytest.mark.parametrize("call", get_args(Call))
+def test_a_way_of_calling(call: Call) -> None:
+    spy = Spy(watches=True)
+    case = Case.parse(f"b1 h2/1 q20 k24 d16 bfloat16 causal {call} seed4")
+    found = list(ways.computed(kernel(spy), case, "cpu", UNOBSERVED))
+    assert SHOWS[call] in {item for shown, _ in spy.seen for item in shown.items()}
+    for one in found:
+        names = tuple(name for name in one.answer.tensors if name in ("out", "lse", *ways.wanted(one.case)))
+        claim = kernel(spy).arithmetic(case.dtype, "cpu")
+        assert all(judged.passed for judged in judging.judge(one.answer, one.case, claim, names, one.given))
+    assert {"out", "lse", *ways.wanted(case)} == set(found[-1].answer.tensors) or call == "threads"
+
+
+# A backward of zeros has no fault to show. What a checkpoint computes again is what autograd had saved.
+@pytest.mark.parametrize("call", [call for call, shown in SHOWS.items() if shown != SHOWS["plain"] and call not in ("accumulated", "checkpointed")])
+def test_a_fault_of_one_way_shows_there_alone(call: Call) -> None:
+    """A kernel that is wrong where a call shows what this way does."""
+    gradients = call in ("twice", "two-forwards")
+    mutant = Mutant("pair", (SHOWS[call],), None, "dv" if gradients else "out", "factor")
+    for way, wrong in ((call, True), ("plain", False)):
+        case = Case.parse(f"b1 h2 q20 k24 d16 bfloat16 {way} seed4")
+        implementation = kernel(Spy(mutant))
+        claim = implementation.arithmetic(case.dtype, "cpu")
+        found = [
+            judged.passed
+            for one in ways.computed(implementation, case, "cpu", UNOBSERVED)
+            for judged in judging.judge(one.answer, one.case, claim, tuple(one.answer.tensors), one.given)
+        ]
+        assert all(found) != wrong
+
+
+def test_only_what_is_wanted_is_answered() -> None:
+    case = Case.parse("b1 h2 q20 k24 d16 float32 only-dq-dv seed4")
+    (found,) = ways.computed(kernel(Spy()), case, "cpu", UNOBSERVED)
+    assert set(found.answer.tensors) == {"out", "lse", "dq", "dv"}
