@@ -4,14 +4,20 @@ They measure the cases of a run. A condition is drawn from the space at random, 
 it: a point of the space is drawn, the kernel is called there, and some of the properties that the call shows become the
 condition. The properties are read off the call itself (tensors, keywords, state of the process), as kernels choose their
 code, and not off the case. A mutant is wrong at the point that it was drawn at; it is drawn anew if the bound excuses it.
+
+    python -m flashproof.tests.suite.mutants.combinations [-n COUNT] [--seed SEED] [-j PROCESSES]
 """
 
+import argparse
 import math
+import multiprocessing
 import random
+import sys
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +27,7 @@ from flashproof import judging, ways
 from flashproof.calling import UNOBSERVED, TensorName
 from flashproof.cases import Case
 from flashproof.covering import OPEN
-from flashproof.impls.spec import Dtype, Implementation, Supports
+from flashproof.impls.spec import DTYPES, Dtype, Implementation, Supports
 from flashproof.oracles.masks import BLOCK, Dropout
 from flashproof.registry import Check, checks
 from flashproof.space import FACTORS, space_of
@@ -416,3 +422,79 @@ def rejected_by(mutant: Mutant, log: Sequence[Seen]) -> Seen | None:
         if trial.ask(checks()[one.check], kernel(Spy(mutant)), one.case.dtype, [one.case]).verdict == "rejected":
             return one
     return None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A mutant, the point that it was drawn at, and the check and the case that reject it, if any do."""
+
+    mutant: Mutant
+    point: Case
+    check: str = ""
+    case: str = ""
+
+
+_LOG: list[Seen] = []  # for the processes that judge, which are forks
+
+
+def _drawn(about: tuple[Kind, int, str]) -> list[Result]:
+    return [Result(mutant, point) for mutant, point in mutants(*about)]
+
+
+def _seen(about: tuple[str, Dtype]) -> list[Seen]:
+    return seen_by(checks()[about[0]], about[1])
+
+
+def _judged(result: Result) -> Result:
+    found = rejected_by(result.mutant, _LOG)
+    return replace(result, check=found.check, case=str(found.case)) if found else result
+
+
+def measured(count: int, seed: str, processes: int) -> list[Result]:
+    """So many mutants of each kind, drawn anew, and what the checks of a default run say of them."""
+    context = multiprocessing.get_context("fork")
+    work = [(name, dtype) for name in checks() if not name.startswith("memory/") for dtype in DTYPES]
+    assert space_of(SUPPORTS).array  # made before the forks
+    with context.Pool(processes) as pool:
+        _LOG[:] = [seen for part in pool.map(_seen, work, chunksize=1) for seen in part]
+        drawn = pool.map(_drawn, [(kind, count, seed) for kind in get_args(Kind)], chunksize=1)
+    with context.Pool(processes) as pool:
+        return pool.map(_judged, [one for part in drawn for one in part], chunksize=2)
+
+
+def table(results: Sequence[Result]) -> str:
+    """The share that was rejected, by kind, and of pairs and triples by property."""
+    lines = ["| mutants | rejected | of |", "| --- | --- | --- |"]
+    for kind in get_args(Kind):
+        lines.append(_line(kind + "s", [one for one in results if one.mutant.kind == kind]))
+    lines += ["", "| property | rejected | of |", "| --- | --- | --- |"]
+    for name in sorted({name for one in results for name, _ in one.mutant.where}):
+        lines.append(_line(name, [one for one in results if name in dict(one.mutant.where)]))
+    return "\n".join(lines) + "\n"
+
+
+def _line(name: str, results: Sequence[Result]) -> str:
+    rejected = sum(bool(one.check) for one in results)
+    share = f"{100.0 * rejected / len(results):.0f} %" if results else ""
+    return f"| {name} | {rejected} ({share}) | {len(results)} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draws, judges, and prints the table and every mutant that passes."""
+    parser = argparse.ArgumentParser(prog="python -m flashproof.tests.suite.mutants.combinations", description="Combination mutants.")
+    parser.add_argument("-n", "--count", type=int, default=300, help="mutants of each kind (300)")
+    parser.add_argument("--seed", default="0", help="what they are drawn from (0)")
+    parser.add_argument("-j", "--processes", type=int, default=1, help="1 unless given")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    results = measured(options.count, options.seed, options.processes)
+    for one in results:
+        if not one.check:
+            print(f"passes: {one.mutant}\n        drawn at {one.point}")
+    print(table(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
