@@ -147,7 +147,7 @@ def of_forward(tensors: tuple[Tensor, ...], keywords: dict[str, Any]) -> tuple[S
         "queries against keys": "=" if queries == keys else "<" if queries < keys else ">",
         "head dim": str(dim) if dim % 8 == 0 else "odd" if dim % 2 else "even",
         "mask": str(keywords.get("causal_alignment", "top_left")) if keywords.get("is_causal") else "full",
-        "block mask": "none" if blocks is None else "half" if float(blocks.float().mean()) > 0.3 else "sparse",
+        "block mask": "none" if blocks is None else "half" if 3.0 * float(blocks.float().mean()) > 1.0 else "sparse",
         "scale": _scale(keywords),
         "dropout": "none" if not p else "some" if p < 0.5 else "most",
         "LSE": str(bool(keywords.get("return_lse"))),
