@@ -114,6 +114,9 @@ def parse_case(line: str) -> Case:
     if not line.strip():
         raise ValueError("is empty; give a case, as a report prints it")
     case = Case.parse(line)
+    if (case.call, case.wanted) != ("plain", "all"):
+        word = case.call if case.call != "plain" else f"only-{case.wanted}"
+        raise ValueError(f"the word {word!r} says how a kernel is called, which is up to each check; leave it out")
     needed, left = case.numbers * BYTES_OF_A_NUMBER / 2**30, available_memory() / 2**30
     if needed > left:
         raise ValueError(

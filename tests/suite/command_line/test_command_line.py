@@ -126,6 +126,9 @@ def test_exit_status(kernels: Path, options: list[str], status: int, words: str)
         (" ", "is empty"),
         ("q4 causl", "the word 'causl' is unknown; close: causal, causal-br; a case looks like"),
         ("q4 zzz", "the word 'zzz' is unknown; a case looks like"),
+        ("q4 no_grad", "the word 'no_grad' says how a kernel is called, which is up to each check; leave it out"),
+        ("q4 k.summed", "the word 'k.summed' is unknown; close: "),
+        ("q4 k8 packed", "sharing: packed needs as many queries as keys"),
         ("q100000000 k100000000", r"need 1907 GiB while they are made, and \d+ GiB are left"),
     ],
 )

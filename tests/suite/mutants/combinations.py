@@ -347,7 +347,7 @@ def points(seed: str) -> Iterator[Case]:
 _LIMITS = {"queries": 4096, "keys": 4096, "heads": 64, "group": 24, "batch": 4, "head dim": 248, "batch x heads": 65535}
 
 
-def mutants(kind: Kind, count: int, seed: int) -> Iterator[tuple[Mutant, Case]]:
+def mutants(kind: Kind, count: int, seed: str) -> Iterator[tuple[Mutant, Case]]:
     """So many mutants, each with the point that shows it."""
     chance, found = random.Random(f"{kind} {seed}"), 0
     for case in points(f"{kind} {seed}"):
