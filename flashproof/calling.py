@@ -83,8 +83,8 @@ def arguments(case: Case, supports: Supports, inputs: Inputs) -> dict[str, objec
         keywords |= _neutral(supports)
     if case.mask != "full":
         keywords["is_causal"] = True
-    if case.mask == "causal-br":
-        keywords["causal_alignment"] = "bottom_right"
+        if "bottom_right" in supports.causal:
+            keywords["causal_alignment"] = "top_left" if case.mask == "causal" else "bottom_right"
     if case.scale is not None:
         keywords["scale"] = {"float": float, "int": int, "numpy": numpy.float64}[case.number](case.scale)
     if case.kv_heads != case.heads:
@@ -243,7 +243,7 @@ def forward(
         for name, tensor in zip(GRADIENTS, (inputs.query, inputs.key, inputs.value), strict=True)
     )
     keywords = arguments(case, implementation.supports, inputs)
-    _poison_freememory(inputs)
+    _poison_free_memory(inputs)
     started = time.perf_counter()
     with calling(case, observer) as changed, _one_process():
         try:
@@ -355,7 +355,7 @@ def _given(inputs: Inputs) -> dict[str, Tensor]:
     return dict(zip(("query", "key", "value", "output gradient", "block mask"), tensors_of(inputs), strict=False))
 
 
-def _poison_freememory(inputs: Inputs) -> None:
+def _poison_free_memory(inputs: Inputs) -> None:
     """On a GPU, fills the memory with NaN in which an output or a buffer of sums is likely to be allocated.
 
     On a CPU, malloc of a worker does the same: sandbox/worker.py.

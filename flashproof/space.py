@@ -14,9 +14,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, get_args
 
-from hypothesis import reject
-from hypothesis import strategies as st
-
 from flashproof.cases import (
     CALLS,
     DOUTS,
@@ -32,7 +29,7 @@ from flashproof.cases import (
     Wanted,
     not_claimed,
 )
-from flashproof.covering import OPEN, Allowed, Coverage, Covering, Partial, Row
+from flashproof.covering import Allowed, Coverage, Covering, Partial, Row
 from flashproof.impls.spec import DTYPES, Device, Dtype, Supports
 
 Fields = dict[str, Any]  # of a case under way
@@ -255,7 +252,6 @@ FACTORS: tuple[Factor, ...] = (
     _field("values", [*VALUES]),
     _field("output gradient", [*DOUTS], field="douts"),
 )
-BY_NAME = {factor.name: factor for factor in FACTORS}
 
 
 def levels(case: Case) -> dict[str, str]:
@@ -533,28 +529,6 @@ class Space:
         assert self.array  # which counts
         return self._covering.coverage
 
-    def drawn(self, **fixed: str) -> st.SearchStrategy[Case]:
-        """Any case of the space, plain levels first, so that what fails shrinks to what it needs. fixed: levels."""
-
-        @st.composite
-        def strategy(draw: st.DrawFn) -> Case:
-            row = [OPEN] * len(FACTORS)
-            for place, factor in enumerate(FACTORS):
-                levels = self.levels[factor.name]
-                if factor.name in fixed:
-                    row[place] = levels.index(fixed[factor.name])
-                    continue
-                options = []
-                for level in range(len(levels)):
-                    row[place] = level
-                    options += [level] if self.allowed(row) else []
-                if not options:
-                    reject()
-                row[place] = draw(st.sampled_from(options))
-            return self.case(tuple(row), draw(st.integers(0, 99)))
-
-        return strategy()
-
 
 @lru_cache(maxsize=64)
 def space_of(supports: Supports, dtypes: tuple[Dtype, ...] = DTYPES, device: Device = "cpu") -> Space:
@@ -580,8 +554,3 @@ def simplest(case: Case, fails: Callable[[Case], bool]) -> Case:
         if all(rule.holds(simpler) for rule in _RULES) and fails(case_of(simpler, case.seed)):
             row = simpler
     return case_of(row, case.seed) if row != levels(case) else case
-
-
-def what_it_needs(case: Case) -> list[str]:
-    """The factors of a case that are not plain, each with its level."""
-    return [f"{name} {level}" for name, level in levels(case).items() if level != PLAIN[name]]

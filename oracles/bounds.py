@@ -139,8 +139,8 @@ def has_statistical_gate(problem: Problem, arithmetic: Arithmetic) -> bool:
 
     Not for tensor cores, which truncate: their errors do not cancel. In 16 bit the casts dominate both forms. Nor for sums of equal terms.
     """
-    random = arithmetic.accumulate == "fma" and arithmetic.products == "exact" and not _sums_equal_terms(problem)
-    return problem.query.dtype == torch.float32 and random
+    is_fma = problem.query.dtype == torch.float32 and arithmetic.accumulate == "fma" and arithmetic.products == "exact"
+    return is_fma and not _sums_equal_terms(problem)
 
 
 def _sums_equal_terms(problem: Problem) -> bool:

@@ -27,7 +27,7 @@ from flashproof import judging, ways
 from flashproof.calling import UNOBSERVED, TensorName
 from flashproof.cases import Case
 from flashproof.covering import OPEN
-from flashproof.impls.spec import DTYPES, Dtype, Implementation, Supports
+from flashproof.impls.spec import DTYPES, OWN_KERNELS, Dtype, Implementation
 from flashproof.oracles.masks import BLOCK, Dropout
 from flashproof.registry import Check, checks
 from flashproof.space import FACTORS, space_of
@@ -42,17 +42,7 @@ FAULTS: dict[Fault, str] = {
     "rows swapped": "the first two rows are exchanged",
     "first head": "the last head has what belongs to the first",
 }
-SUPPORTS = Supports(
-    causal=("top_left", "bottom_right"),
-    scale="finite",
-    grouped_heads=True,
-    cross_lengths=True,
-    strided=True,
-    unaligned=True,
-    block_mask=True,
-    dropout=True,
-    lse=True,
-)
+SUPPORTS = replace(OWN_KERNELS, block_mask=True, deterministic=False, batch_invariant=False, linear_memory=False)
 Shows = dict[str, str]  # what a call shows: a level for each property
 
 

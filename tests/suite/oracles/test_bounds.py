@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -200,3 +201,17 @@ def test_a_masked_key_has_no_part_in_the_bound() -> None:
     quiet_bound, loud_bound = bounds.bounds(problem, Claim(Arithmetic())), bounds.bounds(loud, Claim(Arithmetic()))
     for name in TENSORS:
         assert torch.equal(getattr(quiet_bound, name), getattr(loud_bound, name)), name
+
+
+def test_sums_of_equal_terms_have_no_probabilistic_bound() -> None:
+    """Each addition of one number makes the same error, up to the next power of two: the errors of many do not cancel."""
+    equal, usual = (problem_of(f"b1 h1 q4192 k3 d8 scale0 {word}") for word in ("do.pooled", ""))
+    claim = Arithmetic()
+    assert not bounds.has_statistical_gate(equal, claim)
+    assert bounds.has_statistical_gate(usual, claim)
+    term = (equal.dout[0, 0, 0] / 3.0).float().numpy()  # what each query adds to dV of each key
+    total = np.cumsum(np.tile(term, (4192, 1)), axis=0, dtype=np.float32)[-1]  # one after the other
+    error = (torch.from_numpy(total).double() - naive.attention(equal).dv[0, 0, 0]).abs()
+    probabilistic = bounds.bounds(equal, Claim(claim, "statistical")).dv[0, 0, 0]
+    assert (error > probabilistic).any()
+    assert (error <= bounds.bounds(equal, Claim(claim)).dv[0, 0, 0]).all()
