@@ -210,6 +210,11 @@ class Case:
         """Whether it is called with a backward."""
         return self.call not in WITHOUT_BACKWARD
 
+    @property
+    def is_one_memory(self) -> bool:
+        """Whether several entries of its tensors are one, so that none of them can be changed alone."""
+        return bool({"expanded", *OF_DOUT} & set(self.layouts)) or self.sharing.startswith("one-")
+
     @classmethod
     def parse(cls, line: str) -> "Case":
         """Reads the line of a case. Words may stand in any order, and what is left out has its default.

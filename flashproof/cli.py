@@ -107,6 +107,9 @@ def verify(
     quick: Annotated[
         bool, typer.Option("--quick", help="a few checks and cases that find most faults within seconds")
     ] = False,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="as many cases as all triples of levels need; takes minutes")
+    ] = False,
     search: Annotated[
         str | None,
         typer.Option(
@@ -129,6 +132,7 @@ def verify(
         device=device,
         cases=tuple(case or ()),
         quick=quick,
+        thorough=thorough,
         search=search,
         keyword=keyword,
         time_limit=time_limit,

@@ -15,6 +15,7 @@ Row = tuple[int, ...]  # the number of a level for each factor
 Partial = Sequence[int]  # the same, with -1 for a factor that has no level yet
 Allowed = Callable[[Partial], bool]  # whether some row with these levels may stand in an array
 OPEN = -1
+_TRIES = 6  # of a row that ends in a dead end
 _PAIR = 1e6  # what a new pair counts for, in new triples: more than all triples of a row
 
 
@@ -36,10 +37,17 @@ class Covering:
 
     sizes: how many levels each factor has. Level 0 of a factor is its plain one. allowed: whether a part of a row may
     stand. A pair or triple that no row can hold, though it is allowed by itself, is found out and counts as impossible.
-    weights: of a factor; a triple counts for the product of its three.
+    weights: of a factor; a triple counts for the product of its three. costs: of the levels of each factor, in new
+    triples; a level that costs is taken where a pair needs it, or many triples.
     """
 
-    def __init__(self, sizes: Sequence[int], allowed: Allowed, weights: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        allowed: Allowed,
+        weights: Sequence[float] | None = None,
+        costs: Sequence[Sequence[float]] | None = None,
+    ) -> None:
         self.sizes = tuple(sizes)
         self.allowed = allowed
         self.starts = np.concatenate([[0], np.cumsum(self.sizes)])
@@ -53,6 +61,7 @@ class Covering:
         self.used = np.zeros(
             len(self.factor)
         )  # rows that have the level: of two that complete as much, the rarer is taken
+        self._costs = np.zeros(len(self.factor)) if costs is None else np.concatenate(costs)
         # What makes plain levels the first choice, and of others the ones that come first.
         self._plainly = 1e9 * (np.arange(len(self.factor)) - self.starts[self.factor])
 
@@ -105,6 +114,15 @@ class Covering:
         self.used[levels] += 1.0
         return row
 
+    def completed(self, rows: Sequence[Row]) -> tuple[int, int]:
+        """How many open pairs and triples these rows hold. They stay open."""
+        pairs, triples = self.open_pairs.copy(), self.open_triples.copy()
+        for row in rows:
+            levels = [self.starts[factor] + level for factor, level in enumerate(row)]
+            pairs[np.ix_(levels, levels)] = False
+            triples[np.ix_(levels, levels, levels)] = False
+        return (int(self.open_pairs.sum() - pairs.sum()) // 2, int(self.open_triples.sum() - triples.sum()) // 6)
+
     def _forget(self, levels: Sequence[int]) -> None:
         """Marks a pair or a triple as impossible."""
         if len(levels) == 2:
@@ -114,11 +132,26 @@ class Covering:
             self.triples[order] = self.open_triples[order] = False
 
     def _completed(self, chosen: list[int]) -> Row | None:
-        """A row with these levels that completes much; None if there is no row with them."""
-        return self._greedy(chosen, self.used / 1e3) or self._greedy(chosen, self._plainly)
+        """A row with these levels that completes much; None if there is no row with them.
 
-    def _greedy(self, chosen: list[int], cost: np.ndarray) -> Row | None:
-        """Takes the level that completes most, less its cost, until each factor has one. None at a dead end."""
+        At a dead end, the factor that no level was left for gets its level first in the next try.
+        """
+        first: list[int] = []
+        while len(first) < _TRIES:
+            row, stuck = self._greedy(chosen, first, self._costs + self.used / 1e3)
+            if row is not None:
+                return row
+            if stuck in first:
+                break
+            first.append(stuck)
+        return self._greedy(chosen, first, self._plainly)[0]
+
+    def _greedy(self, chosen: list[int], first: list[int], cost: np.ndarray) -> tuple[Row | None, int]:
+        """Takes the level that completes most, less its cost, until each factor has one.
+
+        first: factors that get a level before the others. Returns None and the factor that has no level left at a dead
+        end.
+        """
         row = self._row(*chosen)
         gain = np.zeros(len(self.factor))
         possible = np.ones(len(self.factor), dtype=bool)
@@ -126,11 +159,13 @@ class Covering:
         for level in chosen:
             self._take(level, taken, gain, possible)
         while OPEN in row:
-            worth = np.where(possible, gain - cost, -np.inf)
+            early = [factor for factor in first if row[factor] == OPEN]
+            mine = possible & (self.factor == early[0]) if early else possible
+            worth = np.where(mine, gain - cost, -np.inf)
             while True:
                 level = int(worth.argmax())
                 if worth[level] == -np.inf:
-                    return None
+                    return None, early[0] if early else row.index(OPEN)
                 factor = self.factor[level]
                 row[factor] = int(level - self.starts[factor])
                 if self.allowed(row):
@@ -139,7 +174,7 @@ class Covering:
                 worth[level] = -np.inf
                 possible[level] = False
             self._take(level, taken, gain, possible)
-        return tuple(row)
+        return tuple(row), OPEN
 
     def _take(self, level: int, taken: list[int], gain: np.ndarray, possible: np.ndarray) -> None:
         gain += _PAIR * self.open_pairs[:, level]
@@ -149,9 +184,14 @@ class Covering:
         possible &= self.pairs[:, level]
 
     @property
+    def possible_pairs(self) -> int:
+        """How many there are."""
+        return int(self.pairs.sum()) // 2
+
+    @property
     def coverage(self) -> tuple[Coverage, Coverage]:
         """Of pairs and of triples."""
-        pairs, triples = int(self.pairs.sum()) // 2, int(self.triples.sum()) // 6
+        pairs, triples = self.possible_pairs, int(self.triples.sum()) // 6
         return (
             Coverage(pairs - int(self.open_pairs.sum()) // 2, pairs),
             Coverage(triples - int(self.open_triples.sum()) // 6, triples),

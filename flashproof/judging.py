@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashproof.calling import TENSORS, Answer, TensorName
-from flashproof.cases import Case
+from flashproof.cases import OF_DOUT, Case
 from flashproof.impls.spec import Arithmetic
 from flashproof.oracles import ball, bounds, naive, verdict
 from flashproof.oracles.naive import Attention
@@ -20,10 +20,12 @@ from flashproof.oracles.problem import Problem
 from flashproof.reports.record import Certainty, Element, figure
 from flashproof.tensors import Inputs, inputs
 
-CERTIFIED_PRODUCTS = 2**21  # batch x heads x queries x keys x dim up to which every element is enclosed in a ball
+CERTIFIED_PRODUCTS = 2**18  # batch x heads x queries x keys x dim up to which every element is enclosed in a ball
+CERTIFIED_HEADS = 64  # batch x heads up to which it is: a ball takes one head after another
 SCORES_FOR_A_GPU = (
     2**21
 )  # batch x heads x queries x keys from which the float64 oracle is computed on the kernel's own device
+BY_ROWS: tuple[TensorName, ...] = ("out", "lse", "dq")  # tensors with a row for each query
 SAMPLED_FROM = 1024  # keys from which rows are sampled and enclosed beside the float64 oracle
 
 
@@ -114,13 +116,35 @@ class Judged:
 
 
 def exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
-    """What a case is judged by. Remembered, since every implementation and several checks ask for the same.
+    """What a case is judged by. Remembered, since every implementation and several checks ask for the same."""
+    is_long = case.batch * case.heads * case.queries * case.keys >= SCORES_FOR_A_GPU
+    about = (_of_numbers(case), arithmetic, device if is_long else "cpu")
+    found = _remembered.pop(about, None) or _exact(*about)
+    _remembered[about] = found  # the latest is last
+    while len(_remembered) > 1 and sum(case.numbers for case, *_ in _remembered) > REMEMBERED:
+        del _remembered[next(iter(_remembered))]
+    return found
 
-    Of the long ones, which are large, only a few are remembered.
-    """
-    if case.batch * case.heads * case.queries * case.keys >= SCORES_FOR_A_GPU:
-        return _exact_long(case, arithmetic, device)
-    return _exact_short(case, arithmetic, "cpu")
+
+REMEMBERED = 2**22  # numbers of all cases whose exact results are remembered, at about 50 bytes each
+_remembered: dict[tuple[Case, Arithmetic, str], "Exact"] = {}
+
+
+def _of_numbers(case: Case) -> Case:
+    """The case that stands for all with the same exact result: called plainly or forward alone, in plain memory."""
+    expanding = ("expanded", *OF_DOUT)
+    layouts = tuple(layout if layout in expanding else "contiguous" for layout in case.layouts)
+    return replace(
+        case,
+        call="plain" if case.backward else "forward",
+        wanted="all",
+        lse=True,
+        spelled=False,
+        number="float",
+        layouts=layouts,  # type: ignore[arg-type]
+        offsets=Case().offsets,
+        sharing="apart" if case.sharing.startswith("packed") else case.sharing,
+    )
 
 
 def _exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
@@ -132,8 +156,8 @@ def _exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
     """
     problem = inputs(case, device).problem(case)
     if is_certified(problem):
-        return exact_of(problem, arithmetic, _enclosed(case)).on_cpu()
-    bounded = exact_of(problem, arithmetic).on_cpu()
+        return exact_of(problem, arithmetic, _enclosed(case), backward=case.backward).on_cpu()
+    bounded = exact_of(problem, arithmetic, backward=case.backward).on_cpu()
     if case.keys >= SAMPLED_FROM:
         _check_sampled_rows(case, problem, bounded)
         return replace(bounded, certainty="sampled")
@@ -143,7 +167,7 @@ def _exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
 def is_certified(problem: Problem, most: int = CERTIFIED_PRODUCTS) -> bool:
     """Whether a problem is so small that every element is enclosed in a ball."""
     batch, heads, queries, dim = problem.query.shape
-    return batch * heads * queries * problem.key.shape[2] * dim <= most
+    return batch * heads <= CERTIFIED_HEADS and batch * heads * queries * problem.key.shape[2] * dim <= most
 
 
 def exact_of(
@@ -182,10 +206,6 @@ def exact_of(
     )
 
 
-_exact_short = lru_cache(maxsize=256)(_exact)
-_exact_long = lru_cache(maxsize=4)(_exact)
-
-
 _shared: Path | None = None
 
 
@@ -218,14 +238,14 @@ def _is_first(question: str) -> bool:
     return True
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _enclosed(case: Case) -> tuple[Attention, Attention]:
     """The exact result and what it may be off by, as one process of the run has enclosed them."""
     path = _shared and _shared / f"{hashlib.sha256(str(case).encode()).hexdigest()}.pt"
     if path and path.exists():
         tensors = torch.load(path, weights_only=True)
         return Attention(*tensors[:5]), Attention(*tensors[5:])
-    mid, radius = enclose(inputs(case).problem(case))
+    mid, radius = enclose(inputs(case).problem(case), backward=case.backward)
     if path and path.parent.is_dir():
         half = path.with_suffix(f".{os.getpid()}")
         torch.save([getattr(part, name) for part in (mid, radius) for name in TENSORS], half)
@@ -255,7 +275,8 @@ def _check_sampled_rows(case: Case, problem: Problem, truth: Exact) -> None:
     A disagreement is a fault of the suite and ends the run.
     """
     if _is_first(f"{case} on {problem.query.device.type}"):
-        check_rows(problem, truth.answer, truth.error, 0, case.heads - 1, sampled_rows(case.queries))
+        names = BY_ROWS if case.backward else BY_ROWS[:2]
+        check_rows(problem, truth.answer, truth.error, 0, case.heads - 1, sampled_rows(case.queries), names)
 
 
 def sampled_rows(length: int) -> list[int]:
@@ -270,7 +291,7 @@ def check_rows(
     batch: int,
     head: int,
     rows: list[int],
-    names: tuple[TensorName, ...] = ("out", "lse", "dq"),
+    names: tuple[TensorName, ...] = BY_ROWS,
 ) -> None:
     """Raises AssertionError if a row of the float64 oracle lies outside its own bound around the ball."""
     enclosed = ball.rows(problem, batch, head, torch.tensor(rows))
@@ -301,7 +322,7 @@ def judge(
 def truth_of(answer: Answer, case: Case, arithmetic: Arithmetic, given: Inputs | None = None) -> Exact:
     """What an answer is judged by, on the CPU. given: as of `judge`."""
     if given:
-        return exact_of(given.problem(case), arithmetic).on_cpu()
+        return exact_of(given.problem(case), arithmetic, backward=case.backward).on_cpu()
     return exact(case, arithmetic, answer["out"].device.type)
 
 
@@ -313,12 +334,13 @@ def _check_worst_row(verdicts: list[Judged], case: Case, truth: Exact) -> None:
     place = worst_row(verdicts)
     if place and _is_first(f"{case} at {place}"):
         batch, head, row = place
-        check_rows(inputs(case).problem(case), truth.answer, truth.error, batch, head, [row])
+        names = BY_ROWS if case.backward else BY_ROWS[:2]
+        check_rows(inputs(case).problem(case), truth.answer, truth.error, batch, head, [row], names)
 
 
 def worst_row(verdicts: Sequence[Judged]) -> tuple[int, int, int] | None:
     """The batch, head and query where an answer is furthest off, of the tensors that have such rows."""
-    by_rows = [judged for judged in verdicts if judged.tensor in ("out", "lse", "dq")]
+    by_rows = [judged for judged in verdicts if judged.tensor in BY_ROWS]
     if not by_rows:
         return None
     batch, head, row = max(by_rows, key=lambda judged: judged.rho.value).rho.worst.index[:3]

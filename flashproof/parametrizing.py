@@ -21,9 +21,9 @@ def parameters(session: Session, metafunc: pytest.Metafunc) -> list[object]:
         return [pytest.param(None, id="none", marks=pytest.mark.skip(reason=NOTHING_SELECTED))]
     targets = [target for target in selection.targets if selection.covers(check, target)]
     for target in selection.targets:
-        if target in targets or selection.cases or selection.quick:
+        if target in targets or target.implementation is None or selection.cases or selection.quick:
             continue
-        if check.claims or check.grid(target.dtype, target.device):
+        if check.claims or check.grid(selection.space_of(target, is_sketch=True), target.dtype):
             session.absences.append(
                 Absence(
                     run=session.run,

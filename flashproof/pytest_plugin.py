@@ -61,6 +61,11 @@ def add_options(parser: pytest.Parser) -> None:
         action="store_true",
     )
     add(
+        "--thorough",
+        "as many cases as all triples of levels need: some minutes for a function",
+        action="store_true",
+    )
+    add(
         "--search", "how much each search tries: cases (5000) or time (30s, 10m, 8h); Ctrl-C ends all", metavar="BUDGET"
     )
     add("--time-limit", "for one call of an external kernel, with its backward", metavar="SECONDS", type=_seconds)

@@ -8,14 +8,15 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeVar
 
-from flashproof.cases import Case, not_claimed
-from flashproof.grids import Grid
-from flashproof.impls.spec import Device, Dtype, Implementation
+from flashproof.cases import WITHOUT_BACKWARD, Call, Case, not_claimed
+from flashproof.grids import Grid, called
+from flashproof.impls.spec import Dtype, Implementation
 from flashproof.reports.record import LAYERS
+from flashproof.space import Space
 
 Function = TypeVar("Function", bound=Callable[..., None])
 ATTRIBUTE = "flashproof_check"  # where a function carries its Check
@@ -28,6 +29,7 @@ class Check:
     function: Callable[..., None]
     layer: str
     grid: Grid
+    call: Call | None = None  # the way of calling whose cases it judges; None: it calls in its own way
     claims: tuple[str, ...] = ()  # fields of `Supports` that must hold
     single: bool = True  # whether it accepts a case from the command line in place of those of its grid
     early: bool = False  # whether a run begins with it: it takes a second, and explains failures of later checks
@@ -42,29 +44,54 @@ class Check:
         """The first paragraph of its docstring: what it asks of a kernel."""
         return " ".join((inspect.getdoc(self.function) or "").partition("\n\n")[0].split())
 
-    def cases(self, implementation: Implementation, dtype: Dtype, device: Device = "cpu") -> list[Case]:
-        """The cases of its grid that the implementation claims. Empty where a claim that the check needs is missing."""
+    def cases(self, implementation: Implementation, dtype: Dtype, space: Space) -> list[Case]:
+        """The cases of its grid that the implementation claims. Empty where a claim that the check needs is missing.
+
+        space: that of the implementation in a run.
+        """
         supports = implementation.supports
         if dtype not in supports.dtypes or not all(getattr(supports, claim) for claim in self.claims):
             return []
-        return [case for case in self.grid(dtype, device) if not_claimed(case, supports) is None]
+        found = [case for case in self.grid(space, dtype) if not_claimed(case, supports) is None]
+        return found if supports.backward else [_without_backward(case) for case in found]
+
+    def of_line(self, case: Case) -> Case | None:
+        """What the check makes of a case from the command line. None if that names another way of calling."""
+        if self.call is None:
+            return replace(case, call="plain", wanted="all")
+        if case.call not in ("plain", self.call) or (self.call == "autocast" and case.dtype == "float32"):
+            return None
+        return replace(case, call=self.call, wanted="all" if self.call in WITHOUT_BACKWARD else case.wanted)
+
+
+def _without_backward(case: Case) -> Case:
+    return replace(case, call="forward", wanted="all") if case.backward else case
 
 
 def check(
-    layer: str, *, grid: Grid, claims: tuple[str, ...] = (), single: bool = True, early: bool = False
+    layer: str,
+    *,
+    grid: Grid | None = None,
+    call: Call | None = None,
+    claims: tuple[str, ...] = (),
+    single: bool = True,
+    early: bool = False,
 ) -> Callable[[Function], Function]:
     """Makes a function `test_name(subject)` the check "layer/name". The fields of `Check` say what the arguments mean.
 
-    Raises ValueError for a layer that does not exist, and for a function without a docstring: reports explain a check
-    by its first paragraph.
+    Raises ValueError for a layer that does not exist, without a grid or a call, and for a function without a docstring:
+    reports explain a check by its first paragraph.
     """
     if layer not in LAYERS:
         raise ValueError(f"layer: {layer!r} does not exist; give one of {', '.join(LAYERS)}")
+    if (grid is None) == (call is None):
+        raise ValueError("grid: give either the cases of the check or its way of calling")
+    found = grid or called(call or "plain")
 
     def register(function: Function) -> Function:
         if not inspect.getdoc(function):
             raise ValueError(f"{function.__name__}: a check needs a docstring that says what it asks of a kernel")
-        setattr(function, ATTRIBUTE, Check(function, layer, grid, claims, single, early))
+        setattr(function, ATTRIBUTE, Check(function, layer, found, call, claims, single, early))
         return function
 
     return register

@@ -36,6 +36,7 @@ class Wanted:
     device: str | None = None
     cases: tuple[str, ...] = ()
     quick: bool = False
+    thorough: bool = False
     search: str | None = None
     time_limit: float | None = None
     processes: Processes = "auto"
@@ -59,7 +60,7 @@ class Wanted:
         for name, value in single.items():
             if value is not None:
                 found += [f"{name}={value}"] if name.startswith("--") else [name, str(value)]
-        return [*found, "--quick"] if self.quick else found
+        return found + ["--quick"] * self.quick + ["--thorough"] * self.thorough
 
 
 class Watcher:

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import hypothesis
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+
+from flashproof.cases import Case
+from flashproof.impls.spec import Dtype
+from flashproof.space import Space
 
 EXAMPLES = 10  # per search, implementation and dtype; the interpreter takes about a second for each
 THOROUGH_EXAMPLES = 5000
@@ -92,6 +98,15 @@ def is_thorough() -> bool:
 def search(test: Test) -> Test:
     """Applies the profile of this run to a test over drawn cases."""
     return Search().decorated(test)
+
+
+@st.composite
+def drawn(draw: st.DrawFn, space: Space, dtype: Dtype) -> Case:
+    """A case of the space. Its plain levels come first, so that a failure shrinks towards a plain case."""
+    row = space.drawn(lambda levels: draw(st.sampled_from(levels)), dtype=dtype)
+    hypothesis.assume(row is not None)
+    assert row is not None
+    return space.case(row, draw(st.integers(0, 99)))
 
 
 class Search:

@@ -4,11 +4,12 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flashproof import grids, loading, quick, targets
+from flashproof import loading, quick, targets
 from flashproof.cases import Case, not_claimed
-from flashproof.impls.spec import DTYPES, Device, Dtype
+from flashproof.impls.spec import DTYPES, Device, Dtype, Implementation
 from flashproof.registry import Check, checks
 from flashproof.sandbox.memory import available_memory
+from flashproof.space import Effort, Space, space_of
 from flashproof.targets import Loaded, Target
 from flashproof.tensors import inputs
 
@@ -23,8 +24,9 @@ class Selection:
     dtypes: list[Dtype] = field(default_factory=lambda: list(DTYPES))
     device: Device | None = None
     cases: list[Case] = field(default_factory=list)  # instead of those of the grids
-    by_name: bool = False  # whether tests were chosen by name, so that shares of other dtypes may be missing
+    by_name: bool = False  # whether tests were chosen by name
     quick: bool = False  # whether a few checks and cases stand for all of them
+    thorough: bool = False  # whether there are as many cases as all triples of levels need
     loaded: list[Loaded] = field(init=False)
     targets: list[Target] = field(init=False)
 
@@ -56,21 +58,29 @@ class Selection:
         """The external kernels of the run."""
         return [loaded.name for loaded in self.loaded if loaded.is_external]
 
+    def space_of(self, target: Target, *, is_sketch: bool = False) -> Space:
+        """The space that a run draws the cases of a target from. The target has an implementation."""
+        assert target.implementation is not None
+        return self.space_of_loaded(target.implementation, target.device, is_sketch=is_sketch)
+
+    def space_of_loaded(self, implementation: Implementation, device: Device, *, is_sketch: bool = False) -> Space:
+        """The same, of all dtypes together."""
+        effort: Effort = "quick" if self.quick else "thorough" if self.thorough else "default"
+        return space_of(implementation, self.dtypes, device, effort=effort, is_sketch=is_sketch)
+
     def cases_of(self, check: Check, target: Target) -> list[Case]:
-        """The cases of a check that the target claims; its share, where dtypes with shared code share them."""
+        """The cases of a check that the target claims."""
         if target.implementation is None:
             return []
-        about = (check.name if self.quick else check.grid, str(target))
+        about = (check.name, str(target))
         if about not in self._claimed:
-            chosen = [case for case in self.cases if case.dtype == target.dtype]
-            grid = chosen if self.cases else check.grid(target.dtype, target.device)
-            if self.quick:
-                alike = [one.dtype for one in self.targets if (one.name, one.device) == (target.name, target.device)]
-                grid = quick.cases(check.name, grid, target.dtype, alike)
-            claimed = [case for case in grid if not_claimed(case, target.implementation.supports) is None]
-            names = list(dict.fromkeys(other.name for other in self.targets))
-            dealt = grids.dealt(check.grid, claimed, target.dtype, self._sharing(target))
-            self._claimed[about] = grids.turned(check.grid, dealt, names.index(target.name))
+            if self.cases:
+                chosen = [check.of_line(case) for case in self.cases if case.dtype == target.dtype]
+                supports = target.implementation.supports
+                self._claimed[about] = [one for one in chosen if one and not_claimed(one, supports) is None]
+            else:
+                found = check.cases(target.implementation, target.dtype, self.space_of(target))
+                self._claimed[about] = found[: quick.CHECKS[check.name]] if self.quick else found
         return list(self._claimed[about])
 
     def covers(self, check: Check, target: Target) -> bool:
@@ -80,14 +90,11 @@ class Selection:
         if (self.cases and not check.single) or (self.quick and check.name not in quick.CHECKS):
             return False
         supports = target.implementation.supports
-        return all(getattr(supports, claim) for claim in check.claims) and bool(self.cases_of(check, target))
-
-    def _sharing(self, target: Target) -> list[Dtype]:
-        """The dtypes of this run that share the target's code. None where cases or tests are chosen."""
-        if self.cases or self.by_name or self.quick or not target.implementation:
-            return []
-        alike = target.implementation.one_code(target.device)
-        return [dtype for dtype in self.dtypes if dtype in alike] if target.dtype in alike else []
+        if not all(getattr(supports, claim) for claim in check.claims):
+            return False
+        if self.cases:
+            return bool(self.cases_of(check, target))
+        return bool(check.cases(target.implementation, target.dtype, self.space_of(target, is_sketch=True)))
 
 
 def parse_cases(lines: Sequence[str], dtypes: Sequence[Dtype]) -> list[Case]:
@@ -114,9 +121,6 @@ def parse_case(line: str) -> Case:
     if not line.strip():
         raise ValueError("is empty; give a case, as a report prints it")
     case = Case.parse(line)
-    if (case.call, case.wanted) != ("plain", "all"):
-        word = case.call if case.call != "plain" else f"only-{case.wanted}"
-        raise ValueError(f"the word {word!r} says how a kernel is called, which is up to each check; leave it out")
     needed, left = case.numbers * BYTES_OF_A_NUMBER / 2**30, available_memory() / 2**30
     if needed > left:
         raise ValueError(

@@ -24,14 +24,15 @@ from flashproof.loading import is_external
 from flashproof.registry import Check, check_of, checks
 from flashproof.reports import wording
 from flashproof.reports.evidence import size, worst_rho
-from flashproof.reports.record import Absence, Claim, Judgement, Record, append
+from flashproof.reports.record import Absence, Claim, Covered, Judgement, Record, append
 from flashproof.sandbox import journal
 from flashproof.sandbox.journal import Journal
 from flashproof.sandbox.worker import Worker
 from flashproof.selection import Selection, parse_cases
 from flashproof.settings import FOLDER, Settings
+from flashproof.space import Space
 from flashproof.subject import Subject
-from flashproof.targets import Target
+from flashproof.targets import Loaded, Target
 from flashproof.words import parse_device, parse_dtypes
 
 CATALOGUE_DEFECTS = Path(__file__).parent / "tests" / "known_defects.toml"
@@ -116,9 +117,13 @@ class Session:
         self.asked = bool(given("impl") or cases)  # a verification: the tests of the suite itself stay out
         by_name = bool(self.config.getoption("keyword")) or any("::" in str(word) for word in self.config.args)
         is_quick = bool(getattr(self.config.option, "flashproof_quick", False)) and not cases
+        is_thorough = bool(getattr(self.config.option, "flashproof_thorough", False))
+        with named("--quick"):
+            if is_quick and is_thorough:
+                raise ValueError("cannot be had together with --thorough; leave one of them out")
         self.clock = quick.Clock(self.shared / "clock") if is_quick else None  # of a quick run
         with named("--impl"):
-            self.selection = Selection(given("impl"), dtypes, device, cases, by_name, is_quick)
+            self.selection = Selection(given("impl"), dtypes, device, cases, by_name, is_quick, is_thorough)
         records = getattr(self.config.option, "flashproof_records", None)
         report = getattr(self.config.option, "flashproof_report", None)
         folder = Path(report) / "runs" if report else self.settings.records
@@ -181,6 +186,7 @@ class Session:
             dtype=target.dtype,
             device=target.device,
             check=check.name,
+            space=self.selection.space_of(target),
             cases=self.clock.limited(cases) if self.clock else cases,
             run=self.run,
             emit=lambda record: self.attach(item, record),
@@ -223,15 +229,14 @@ class Session:
             return (False, "last" if is_short else "", 0, "", 0)
         if self.clock:
             return (False, target.device, quick.place(check.name), target.dtype, 0)
-        passes = 2 if "backward" in check.claims else 1
-        cases = len(self.selection.cases_of(check, target))
+        # Checks of the array come before the others, which have less to do. An external kernel begins with the early
+        # ones, and has its dtypes in turn, since a fault may be one dtype's.
+        place = (0 if check.early else 1) if self.uses_pool else (0 if check.call else 1)
         if target.device == "cpu" and not self.uses_pool:
-            # The checks with the most to do come first, so that no long one is left to the end. Those of one grid and
-            # dtype stand together: a process remembers their exact results.
-            return (False, target.device, -cases, f"{target.dtype} {target}", -passes)
-        # On a GPU, items go to the processes one by one: a forward finds the kernels that its backward compiled. An
-        # external kernel has its dtypes in turn, since a fault may be one dtype's, and begins with the early checks.
-        return (self.uses_pool and not check.early, target.device, -passes * cases, "", 0)
+            # Those of one check and dtype stand together: a process remembers their exact results.
+            return (False, target.device, place, f"{check.name} {target.dtype}", 0)
+        # On a GPU, items go to the processes one by one: a forward finds the kernels that its backward compiled.
+        return (False, target.device, place, "" if check.call else "last", 0)
 
     @property
     def is_whole(self) -> bool:
@@ -355,6 +360,16 @@ class Session:
             if isinstance(absence, Absence) and absence not in self.absences:
                 self.absences.append(absence)
 
+    def covered(self, loaded: Loaded) -> dict[str, Covered]:
+        """What the cases of an implementation cover, by device. Empty if the run had cases or checks of its own."""
+        selection = self.selection
+        if selection.cases or selection.by_name or selection.quick or loaded.implementation is None:
+            return {}
+        devices = {target.device for target in selection.targets if target.name == loaded.name and not target.missing}
+        return {
+            device: _covered(selection.space_of_loaded(loaded.implementation, device)) for device in sorted(devices)
+        }
+
     def close(self, *, ended: bool = True) -> None:
         """Writes the last records: what the implementations claim, and what was not verified.
 
@@ -364,7 +379,7 @@ class Session:
             return
         for loaded in self.selection.loaded:
             if loaded.implementation is not None:
-                self.record(_claim(self.run, loaded.implementation, ended=ended))
+                self.record(_claim(self.run, loaded.implementation, ended=ended, covered=self.covered(loaded)))
         for absence in self.absences:
             self.record(absence)
 
@@ -502,7 +517,21 @@ def _check_folder(folder: Path) -> None:
         raise OSError(f"the folder {shown} cannot be written to ({error.strerror}); {OTHER_PLACE}") from error
 
 
-def _claim(run: str, implementation: Implementation, *, ended: bool) -> Claim:
+def _covered(space: Space) -> Covered:
+    pairs, triples = space.coverage
+    forbidden, no_room = space.left_out
+    return Covered(
+        cases=len(space.cases),
+        pairs=pairs.covered,
+        possible_pairs=pairs.possible,
+        triples=triples.covered,
+        possible_triples=triples.possible,
+        forbidden=forbidden,
+        no_room=no_room,
+    )
+
+
+def _claim(run: str, implementation: Implementation, *, ended: bool, covered: dict[str, Covered]) -> Claim:
     supports = implementation.supports
     return Claim(
         run=run,
@@ -516,5 +545,5 @@ def _claim(run: str, implementation: Implementation, *, ended: bool) -> Claim:
         },
         bare=implementation.bare,
         ended=ended,
-        one_code={device: list(dtypes) for device in supports.devices if (dtypes := implementation.one_code(device))},
+        covered=covered,
     )

@@ -8,11 +8,12 @@ To add a level, add its word to its factor. To add a factor, add it to `FACTORS`
 `of` how it is read off a case. What cannot stand together is in `_RULES`.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any, get_args
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, lru_cache
+from typing import Any, Literal, get_args
 
 from flashproof.cases import (
     CALLS,
@@ -29,8 +30,8 @@ from flashproof.cases import (
     Wanted,
     not_claimed,
 )
-from flashproof.covering import Allowed, Coverage, Covering, Partial, Row
-from flashproof.impls.spec import DTYPES, Device, Dtype, Supports
+from flashproof.covering import OPEN, Allowed, Coverage, Covering, Partial, Row
+from flashproof.impls.spec import DTYPES, OWN_KERNELS, Device, Dtype, Implementation, Supports
 
 Fields = dict[str, Any]  # of a case under way
 Levels = Mapping[str, str]  # by factor
@@ -43,7 +44,7 @@ class Factor:
 
     levels: their names, the plain one first. of: the level that a case has. draw: the fields that give a case the
     level, from those that the factors before it have set. weight: what a triple with it counts for; 2 where kernels
-    choose their code by it.
+    choose their code by it. cost: what each level but the plain one costs, in new triples. costs: of single levels.
     """
 
     name: str
@@ -51,9 +52,15 @@ class Factor:
     of: Callable[[Case], str]
     draw: Callable[[str, Fields, Pick], Fields]
     weight: float = 1.0
+    cost: float = 0.0
+    costs: Mapping[str, float] = field(default_factory=dict)
+
+    def cost_of(self, level: str) -> float:
+        """What a level costs."""
+        return self.costs.get(level, 0.0 if level == self.levels[0] else self.cost)
 
 
-def _field(name: str, words: dict[str, Any] | Sequence[str], *, field: str = "", weight: float = 1.0) -> Factor:
+def _field(name: str, words: dict[str, Any] | Sequence[str], *, field: str = "", **about: Any) -> Factor:
     """One field of a case. words: its values by the name of their level, or the values themselves."""
     values = words if isinstance(words, dict) else {word: word for word in words}
     names = {value: word for word, value in values.items()}
@@ -63,7 +70,7 @@ def _field(name: str, words: dict[str, Any] | Sequence[str], *, field: str = "",
         tuple(values),
         lambda case: names.get(getattr(case, key), "another"),
         lambda level, fields, pick: {key: values[level]},
-        weight,
+        **about,
     )
 
 
@@ -99,7 +106,7 @@ LENGTHS: dict[str, Sequence[int]] = {
     "16 to 64": range(16, 65),
     "tiles": range(160, 385),
     "over 1024": range(1025, 1280),
-    "over 4096": range(4097, 4230),
+    "over 4096": [*range(4097, 4165), *range(8193, 8261)],
 }
 _ENDS = {1: "1", 15: "2 to 15", 64: "16 to 64", 144: "past a tile", 1024: "tiles", 4096: "over 1024"}
 RESTS: dict[str, Callable[[int], bool]] = {
@@ -152,12 +159,15 @@ _SCALES: dict[str, tuple[float | None, str]] = {
     "given": (0.3, "float"),
     "1": (1.0, "float"),
     "integer": (1.0, "int"),
-    "NumPy": (0.25, "numpy"),
+    "NumPy": (0.7, "numpy"),
     "negative": (-0.2, "float"),
     "zero": (0.0, "float"),
 }
 _MAGNITUDES = {"1": 1.0, "small": 2.0**-10, "16": 16.0, "64": 64.0}
 _LIFTS = {1.0: 12.0, 2.0**-10: 3.0, 16.0: 30.0, 64.0: 100.0}  # of a spike or a rise, in place of a magnitude
+# Numbers that are not plain make some tensors large or zero, and hide faults there. Very many heads leave no room for
+# anything else. Such a level stands in the rows that need it for a pair, and seldom in others.
+RARE = 60.0
 _SHIFTS = {"none": 0.0, "-100": -100.0, "100": 100.0, "10000": 1e4}
 
 
@@ -198,7 +208,7 @@ FACTORS: tuple[Factor, ...] = (
         lambda level, fields, pick: {"heads": fields["kv_heads"] * pick(_GROUPS[level])},
         weight=2.0,
     ),
-    Factor("batch", (*_BATCHES, MANY), _batch_of, _batch),
+    Factor("batch", (*_BATCHES, MANY), _batch_of, _batch, costs={MANY: RARE}),
     Factor(
         "queries",
         tuple(LENGTHS),
@@ -229,7 +239,7 @@ FACTORS: tuple[Factor, ...] = (
         _scale,
         lambda level, fields, pick: dict(zip(("scale", "number"), _SCALES[level], strict=True)),
     ),
-    _field("dropout", {"none": 0.0, "some": 0.2, "most": 0.9}, weight=2.0),
+    _field("dropout", {"none": 0.0, "some": 0.15, "most": 0.85}, weight=2.0),
     _field("LSE", {"asked": True, "not asked": False}, field="lse"),
     _field("keywords", {"needed": False, "all": True}, field="spelled"),
     _field("sharing", [*SHARINGS]),
@@ -246,11 +256,11 @@ FACTORS: tuple[Factor, ...] = (
         _of_tensor(f"address of {tensor}", place, "offsets", {"aligned": False, "offset": True})
         for place, tensor in enumerate(TENSORS)
     ),
-    _field("scores", [*FAMILIES], field="family"),
-    Factor("magnitude", tuple(_MAGNITUDES), _magnitude_of, _magnitude),
-    _field("shift", _SHIFTS),
-    _field("values", [*VALUES]),
-    _field("output gradient", [*DOUTS], field="douts"),
+    _field("scores", [*FAMILIES], field="family", cost=RARE),
+    Factor("magnitude", tuple(_MAGNITUDES), _magnitude_of, _magnitude, cost=RARE),
+    _field("shift", _SHIFTS, cost=RARE),
+    _field("values", [*VALUES], cost=RARE),
+    _field("output gradient", [*DOUTS], field="douts", cost=RARE),
 )
 
 
@@ -313,16 +323,18 @@ def _is_square(known: Known) -> bool:
     return known.get("keys") == AS_QUERIES or "q" in SHARED.get(known.get("sharing", ""), "")
 
 
-def _possible(known: Known, of: str) -> list[int]:
+def _possible(known: Known, of: str) -> tuple[int, ...]:
     """The lengths that the queries, or the keys, can have."""
-    rests = [
-        known[left]
-        for left in (("queries' rest", "keys' rest") if _is_square(known) else (f"{of}' rest",))
-        if left in known
-    ]
-    name = "queries" if _is_square(known) else of
-    numbers = LENGTHS[known[name]] if name in known else [number for numbers in LENGTHS.values() for number in numbers]
-    return [number for number in numbers if all(RESTS[left](number) for left in rests)]
+    is_square = _is_square(known)
+    rests = [known.get(left) for left in (("queries' rest", "keys' rest") if is_square else (f"{of}' rest",))]
+    return _lengths(known.get("queries" if is_square else of), *rests)
+
+
+@cache
+def _lengths(length: str | None, *rests: str | None) -> tuple[int, ...]:
+    """The lengths of a class, or of all, with these rests."""
+    numbers = LENGTHS[length] if length else [number for numbers in LENGTHS.values() for number in numbers]
+    return tuple(number for number in numbers if all(RESTS[left](number) for left in rests if left))
 
 
 @_rule(*_OF_LENGTH, "sharing")
@@ -379,28 +391,49 @@ def _autocast_keeps_the_dtype(known: Known) -> bool:
 # ------------------------------------------------------------------------------------------------------------ array
 
 
+TILE = 64  # queries, and keys, of a tile that may take milliseconds
+
+
 @dataclass(frozen=True)
 class Room:
     """What the cases of a run may take.
 
     work: of one case, batch x heads x queries x keys x (dim + 64). numbers: of its four tensors. cases: how many a run
-    has; more where pairs need them.
+    has at least. steps: of one case, batch x heads x (4 + tiles of queries x tiles of keys). dims: the head dims.
+    pairs: whether the run has as many cases as all pairs need.
     """
 
     work: float
     numbers: float
     cases: int
+    steps: float = math.inf
+    dims: tuple[str, ...] = tuple(_DIMS)
+    pairs: bool = True
 
     def holds(self, case: Case) -> bool:
         """Whether there is room for a case."""
         work = case.batch * case.heads * case.queries * case.keys * (case.dim + 64)
-        return case.numbers <= self.numbers and work <= self.work
+        tiles = math.ceil(case.queries / TILE) * math.ceil(case.keys / TILE)
+        steps = case.batch * case.heads * (4 + tiles)
+        return case.numbers <= self.numbers and work <= self.work and steps <= self.steps
 
 
-ROOMS: dict[Device, Room] = {
-    "cpu": Room(work=2.0**26.5, numbers=2.0**22.5, cases=600),
-    "cuda": Room(work=2.0**32, numbers=2.0**24, cases=600),
-}
+Effort = Literal["quick", "default", "thorough"]
+_OF_A_CPU = Room(work=2.0**25, numbers=2.0**21.5, cases=600)
+_OF_A_GPU = replace(_OF_A_CPU, work=2.0**26)
+_FEW_DIMS = ("64", "8", "16", "40", "80", "96", "128", "256", "odd")
+_OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=180, dims=_FEW_DIMS)
+_OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=256)
+_CASES_OF_A_QUICK_RUN = 60
+
+
+def room_of(implementation: Implementation, device: Device, effort: Effort = "default") -> Room:
+    """The room that a run has for the cases of an implementation."""
+    room = _OF_A_GPU if device == "cuda" else _OF_A_CPU
+    room = {"tile": _OF_SLOW_TILES, "shape": _OF_SLOW_SHAPES}.get(implementation.slow(device) or "", room)
+    if effort == "quick":
+        return replace(room, cases=_CASES_OF_A_QUICK_RUN, pairs=False)
+    return replace(room, cases=10**6) if effort == "thorough" else room
 
 
 def _smallest(known: Known) -> Case:
@@ -422,19 +455,36 @@ class Space:
     """The part of the space that an implementation claims, and that a run has room for."""
 
     def __init__(
-        self, supports: Supports, dtypes: Sequence[Dtype], device: Device = "cpu", room: Room | None = None
+        self,
+        supports: Supports,
+        dtypes: Sequence[Dtype] = DTYPES,
+        device: Device = "cpu",
+        room: Room = _OF_A_CPU,
     ) -> None:
         self.supports = supports
         self.device = device
-        self.room = room or ROOMS[device]
-        own: dict[str, tuple[str, ...]] = {"dtype": tuple(dtype for dtype in DTYPES if dtype in dtypes)}
-        own["head dim"] = tuple(level for level, dims in _DIMS.items() if all(map(self._is_dim, dims)))
+        self.room = room
+        self.dtypes = [dtype for dtype in DTYPES if dtype in dtypes and dtype in supports.dtypes]
+        own = {
+            "dtype": tuple(self.dtypes),
+            # Where none is claimed, `_case` makes a claimed head dim of any.
+            "head dim": self._dims(room.dims) or self._dims(tuple(_DIMS)) or ("8",),
+        }
         self.plain = PLAIN | {name: levels[0] for name, levels in own.items()}
         self.levels = {
             factor.name: own.get(factor.name)
             or tuple(level for level in factor.levels if self._is_claimed(factor.name, level))
             for factor in FACTORS
         }
+
+    def _dims(self, levels: Sequence[str]) -> tuple[str, ...]:
+        """Those of the levels that are claimed."""
+        return tuple(level for level in levels if all(map(self._is_dim, _DIMS[level])))
+
+    def _case(self, row: Levels, number: int, *, smallest: bool = False) -> Case:
+        """`case_of`, with a head dim that is claimed where that of the level is not."""
+        case, multiple = case_of(row, number, smallest=smallest), self.supports.dim_multiple
+        return case if self._is_dim(case.dim) else replace(case, dim=-(-self.supports.dims[0] // multiple) * multiple)
 
     def _is_dim(self, dim: int) -> bool:
         smallest, largest = self.supports.dims
@@ -447,7 +497,7 @@ class Space:
             return self.supports.lse
         if not self.supports.backward and (factor in _OF_DOUT or (factor == "call" and level not in WITHOUT_BACKWARD)):
             return False
-        return not_claimed(case_of(self.plain | {factor: level}, 0), self.supports) is None
+        return not_claimed(self._case(self.plain | {factor: level}, 0), self.supports) is None
 
     def _rules(self) -> list[Rule]:
         """Those of the space, and what these claims and this room add."""
@@ -489,12 +539,13 @@ class Space:
     @cached_property
     def _covering(self) -> Covering:
         sizes = [len(self.levels[factor.name]) for factor in FACTORS]
-        return Covering(sizes, self.allowed, [factor.weight for factor in FACTORS])
+        costs = [[factor.cost_of(level) for level in self.levels[factor.name]] for factor in FACTORS]
+        return Covering(sizes, self.allowed, [factor.weight for factor in FACTORS], costs)
 
     def case(self, row: Row, number: int) -> Case:
         levels = {factor.name: self.levels[factor.name][level] for factor, level in zip(FACTORS, row, strict=True)}
-        case = case_of(levels, number)
-        return case if self.room.holds(case) else case_of(levels, number, smallest=True)
+        case = self._case(levels, number)
+        return case if self.room.holds(case) else self._case(levels, number, smallest=True)
 
     @property
     def cases(self) -> list[Case]:
@@ -505,7 +556,7 @@ class Space:
     def array(self) -> list[Case]:
         """The covering array, in the order in which its cases complete most pairs."""
         found: list[Case] = []
-        while self._covering.open_pairs.any() or len(found) < self.room.cases:
+        while (self.room.pairs and self._covering.open_pairs.any()) or len(found) < self.room.cases:
             row = self._covering.next_row()
             if row is None:
                 break
@@ -514,13 +565,15 @@ class Space:
 
     def _long(self) -> list[Case]:
         """As many keys as queries in the longest classes: plain cases, since there is no room for more."""
+        if self.room.steps < math.inf or not self.room.pairs:
+            return []
         found = []
-        dims = [min(_DIMS[level]) for level in self.levels["head dim"]]
         for number, length in enumerate(("over 1024", "over 4096")):
             dtypes = self.levels["dtype"]
             chosen = {"queries": length, "keys": AS_QUERIES, "dtype": dtypes[number % len(dtypes)]}
-            case = case_of(self.plain | chosen, number, smallest=True)
-            found.append(replace(case, dim=min(dims), heads=1, kv_heads=1))
+            smallest = min(self.levels["head dim"], key=lambda level: min(_DIMS[level]))
+            case = self._case(self.plain | chosen | {"head dim": smallest}, number, smallest=True)
+            found.append(replace(case, heads=1, kv_heads=1))
         return found
 
     @property
@@ -529,11 +582,83 @@ class Space:
         assert self.array  # which counts
         return self._covering.coverage
 
+    @cached_property
+    def left_out(self) -> tuple[int, int]:
+        """How many pairs the claims forbid, and how many of the others the run has no room for."""
+        boundless = Room(work=math.inf, numbers=math.inf, cases=0)
+        claimed = Space(self.supports, self.dtypes, self.device, boundless)._covering.possible_pairs
+        everything = Space(_EVERYTHING, DTYPES, self.device, boundless)._covering.possible_pairs
+        return everything - claimed, claimed - self.coverage[0].possible
+
+    def row(self, case: Case) -> Row | None:
+        """The row of a case. None if it has a level that is not of this space."""
+        found = levels(case)
+        if any(found[factor.name] not in self.levels[factor.name] for factor in FACTORS):
+            return None
+        return tuple(self.levels[factor.name].index(found[factor.name]) for factor in FACTORS)
+
+    def completed(self, cases: Sequence[Case]) -> tuple[int, int]:
+        """How many pairs and triples these cases hold that the array does not."""
+        assert self.array  # which counts
+        rows = [row for case in cases if (row := self.row(case))]
+        return self._covering.completed(rows)
+
+    def drawn(self, choose: Callable[[Sequence[int]], int], **fixed: str) -> Row | None:
+        """A row that may stand, one level after the other. None at a dead end.
+
+        choose: one of several levels, the plain one first. fixed: the levels of some factors.
+        """
+        row = [OPEN] * len(FACTORS)
+        for place, factor in sorted(enumerate(FACTORS), key=lambda at: at[1].name not in _OF_SIZE):
+            options, words = [], self.levels[factor.name]
+            for level, word in enumerate(words):
+                row[place] = level
+                options += [level] if fixed.get(factor.name, word) == word and self.allowed(row) else []
+            if not options:
+                return None
+            row[place] = choose(options)
+        return tuple(row)
+
+
+_EVERYTHING = replace(OWN_KERNELS, block_mask=True)
+
+
+class Sketch(Space):
+    """A space whose cases show each level once. It says at once which checks have cases at all."""
+
+    @cached_property
+    def array(self) -> list[Case]:
+        """Plain cases, each with one other level."""
+        rows = [self.plain | {name: level} for name, levels in self.levels.items() for level in levels]
+        rules = self._rules()
+        return [self._case(row, place) for place, row in enumerate(rows) if all(rule.holds(row) for rule in rules)]
+
 
 @lru_cache(maxsize=64)
-def space_of(supports: Supports, dtypes: tuple[Dtype, ...] = DTYPES, device: Device = "cpu") -> Space:
-    """The space of a claim, which is made once."""
-    return Space(supports, dtypes, device)
+def _made(supports: Supports, dtypes: tuple[Dtype, ...], device: Device, room: Room, *, is_sketch: bool) -> Space:
+    return (Sketch if is_sketch else Space)(supports, dtypes, device, room)
+
+
+def space_of(
+    implementation: Implementation,
+    dtypes: Sequence[Dtype] = DTYPES,
+    device: Device = "cpu",
+    *,
+    effort: Effort = "default",
+    is_sketch: bool = False,
+) -> Space:
+    """The space of an implementation in a run, or a sketch of it.
+
+    It is made once, also for claims that differ in nothing about inputs.
+    """
+    supports = replace(implementation.supports, **_SAYS_NOTHING_OF_INPUTS)  # type: ignore[arg-type]
+    return _made(supports, tuple(dtypes), device, room_of(implementation, device, effort), is_sketch=is_sketch)
+
+
+_SAYS_NOTHING_OF_INPUTS = {
+    "devices": ("cpu", "cuda"),
+    **dict.fromkeys(("masked_nan", "deterministic", "batch_invariant", "linear_memory"), False),
+}
 
 
 def simplest(case: Case, fails: Callable[[Case], bool]) -> Case:

@@ -5,7 +5,8 @@ with each case, never for which implementation.
 """
 
 import math
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -17,7 +18,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flashproof import judging, questions, search
+from flashproof import judging, questions, search, ways
 from flashproof.calling import (
     GRADIENTS,
     UNOBSERVED,
@@ -26,7 +27,6 @@ from flashproof.calling import (
     Forward,
     Observer,
     Refused,
-    Run,
     TensorName,
     attend,
     forward,
@@ -34,10 +34,12 @@ from flashproof.calling import (
 )
 from flashproof.cases import Case
 from flashproof.defects import Defect
-from flashproof.impls.spec import Device, Dtype, Implementation
+from flashproof.impls.spec import Arithmetic, Device, Dtype, Implementation
 from flashproof.judging import Judged
 from flashproof.reports import wording
 from flashproof.reports.record import Judgement, Record, Status
+from flashproof.sandbox.process_state import FILTERS
+from flashproof.space import Space, levels, simplest
 from flashproof.tensors import Inputs, inputs
 
 FORWARD: tuple[TensorName, ...] = ("out", "lse")
@@ -46,8 +48,10 @@ SLOW = 0.1  # seconds
 LONG = 384  # queries; of shorter sequences the next one takes nobody long
 REPETITIONS = 16  # of a call whose bits may vary from run to run
 ASKED_ABOUT = 2**21  # scores of a key head up to which another question is looked for: each takes as long as an oracle
+SECONDS_TO_SIMPLIFY = 3.0
 NO_GRADIENT = "the output carries no gradient, and backward is claimed"
 Result = TypeVar("Result")
+Answered = tuple[list[Judged], ways.Computed]  # an answer of a search, and what came of it
 
 
 @dataclass(eq=False)
@@ -58,6 +62,7 @@ class Subject:
     dtype: Dtype
     device: Device
     check: str  # "accuracy/forward"
+    space: Space  # of the implementation in this run
     cases: list[Case]
     run: str
     emit: Callable[[Record], None]
@@ -74,27 +79,32 @@ class Subject:
         """All that the implementation answers, with gradients where it claims them."""
         return FORWARD + BACKWARD if self.implementation.supports.backward else FORWARD
 
-    @property
-    def without_lse(self) -> Implementation:
-        """The implementation, called for the output alone. This is the usual call, and may run another kernel."""
-        return replace(self.implementation, supports=replace(self.implementation.supports, lse=False))
-
     # ------------------------------------------------------------------------------------------------ figures
 
-    def judge(
-        self,
-        case: Case,
-        names: tuple[TensorName, ...],
-        *,
-        axes: dict[str, float] | None = None,
-        called: Implementation | None = None,
-    ) -> list[Judged]:
-        """Runs a case and judges the named tensors by rho and bias. Empty if the kernel refused or failed to answer.
+    def judge(self, case: Case, *, axes: dict[str, float] | None = None) -> list[Judged]:
+        """Calls the kernel as the case says, and judges every answer. Empty if it refused or failed to answer.
 
-        called: as in `attend`.
+        All tensors are judged by rho and bias, and global state must be as it was.
         """
-        answer = self.attend(case, backward=not set(names) <= set(FORWARD), called=called)
-        return [] if answer is None else self.judge_answer(answer, case, names, axes=axes)
+        verdicts: list[Judged] = []
+        for found in self._tried(case, lambda: self._computed(case)) or ():
+            if case.backward and self.implementation.supports.backward:
+                self._carries_gradient(case, found.answer.has_gradient)
+            # What a call imports may filter warnings. The check contract/answers looks at that.
+            if changed := [name for name in found.answer.changed if name != FILTERS]:
+                self.fail(case, f"the call changed {', '.join(changed)}")
+            names = (*FORWARD, *ways.wanted(found.case))
+            verdicts += self.judge_answer(
+                found.answer, found.case, names, axes=axes, given=found.given, note=found.note
+            )
+        return verdicts
+
+    def _computed(self, case: Case) -> list[ways.Computed]:
+        return list(ways.computed(self.implementation, case, self.device, self._observer))
+
+    def claim(self, case: Case) -> Arithmetic:
+        """What an answer to a case is judged by."""
+        return ways.arithmetic(self.implementation, case, self.device)
 
     def judge_answer(
         self,
@@ -109,22 +119,19 @@ class Subject:
         """Judges an answer to a case, or to its shape and mask with the tensors `given`. note: further words of a
         failure.
         """
-        arithmetic = self.implementation.arithmetic(self.dtype, self.device)
-        verdicts = judging.judge(answer, case, arithmetic, names, given)
+        verdicts = judging.judge(answer, case, self.claim(case), names, given)
         self._record_judged(verdicts, answer, case, axes=axes or {}, given=given, note=note)
         return verdicts
 
-    def attend(
-        self, case: Case, *, backward: bool, given: Inputs | None = None, called: Implementation | None = None
-    ) -> Answer | None:
+    def attend(self, case: Case, *, backward: bool, given: Inputs | None = None) -> Answer | None:
         """The answer to a case, or None if it was refused or failed; both are recorded.
 
-        given: tensors in place of the case's own. called: what is called in place of the implementation.
+        given: tensors in place of the case's own.
         """
         answer = self._tried(
             case,
             lambda: attend(
-                called or self.implementation,
+                self.implementation,
                 case,
                 given or inputs(case, self.device),
                 backward=backward,
@@ -133,34 +140,17 @@ class Subject:
         )
         return answer if answer is None or not backward or self._carries_gradient(case, answer.has_gradient) else None
 
-    def forward(
-        self,
-        case: Case,
-        given: Inputs,
-        *,
-        wanted: Sequence[TensorName] = BACKWARD,
-        run: Run | None = None,
-        leaves: tuple[Tensor, ...] | None = None,
-    ) -> Forward | None:
-        """The forward of a call, whose backward may follow, or None as in `attend`.
-
-        wanted: the gradients that will be asked for. run, leaves: as of `calling.forward`.
-        """
+    def forward(self, case: Case, given: Inputs) -> Forward | None:
+        """The forward of a call, whose backward may follow, or None as in `attend`."""
         return self._tried(
-            case,
-            lambda: forward(
-                self.implementation, case, given, wanted=wanted, run=run, leaves=leaves, observer=self._observer
-            ),
+            case, lambda: forward(self.implementation, case, given, wanted=BACKWARD, observer=self._observer)
         )
 
-    def backward(self, call: Forward | None, *, dout: Tensor | None = None, keep: bool = False) -> Answer | None:
-        """The backward of a call, or None as in `attend`.
-
-        dout: another output gradient. keep: there may be another backward.
-        """
+    def backward(self, call: Forward | None) -> Answer | None:
+        """The backward of a call, or None as in `attend`."""
         if call is None or not self._carries_gradient(call.case, call.carries_gradient):
             return None
-        return self._tried(call.case, lambda: go_back(call, dout=dout, keep=keep))
+        return self._tried(call.case, lambda: go_back(call))
 
     def _tried(self, case: Case, run: Callable[[], Result]) -> Result | None:
         """What comes of running the kernel, or None when it was refused or failed; either is recorded."""
@@ -199,16 +189,16 @@ class Subject:
             self._emit(case, "refused", message="the output carries no gradient: backward is not verified")
         return carries
 
-    def is_slow(self, case: Case, *, backward: bool) -> bool:
+    def is_slow(self, case: Case) -> bool:
         """Whether a long sequence takes a tenth of a second or more, twice: the first call may have compiled.
 
         The next longer sequence takes about ten times as long.
         """
         if case.queries < LONG:
             return False
-        return all(
-            (answer := self.attend(case, backward=backward)) is not None and answer.seconds > SLOW for _ in range(2)
-        )
+        backward = self.implementation.supports.backward
+        answers = (self.attend(case, backward=backward) for _ in range(2))
+        return all(answer is not None and answer.seconds > SLOW for answer in answers)
 
     # ------------------------------------------------------------------------------------------------ properties
 
@@ -260,25 +250,23 @@ class Subject:
 
     # ------------------------------------------------------------------------------------------------ search
 
-    def search(self, names: tuple[TensorName, ...], strategy: st.SearchStrategy[Case]) -> None:
+    def search(self, strategy: st.SearchStrategy[Case]) -> None:
         """Lets Hypothesis look for a case that fails, climbing on each tensor's rho, and shrink it.
 
         Only the worst case is recorded.
         """
-        worst: tuple[float, list[Judged], Case, Answer] | None = None
-        failed: list[tuple[list[Judged], Case, Answer | None, str]] = []
-        budget, tried = search.Search(), 0
+        worst: tuple[float, Answered, Case] | None = None
+        failed: list[tuple[Answered | None, Case, str]] = []
+        budget = search.Search()
+        tried: list[Case] = []
 
         def attempt(case: Case) -> None:
-            nonlocal worst, tried
+            nonlocal worst
             if budget.is_over and not failed:  # what has failed is shrunk, however late it is
                 return
-            tried += 1
-            backward = not set(names) <= set(FORWARD)
+            tried.append(case)
             try:
-                answer = attend(
-                    self.implementation, case, inputs(case, self.device), backward=backward, observer=self._observer
-                )
+                answers = self._computed(case)
             except Refused as refusal:
                 self.refusals.append(str(refusal))
                 return
@@ -286,23 +274,29 @@ class Subject:
                 if fault.spoils:
                     self.fail(case, str(fault))
                     self._end_if_spoilt(fault)
-                failed.append(([], case, None, str(fault)))
+                failed.append((None, case, str(fault)))
                 raise AssertionError(str(fault)) from fault
-            if backward and not answer.has_gradient:
+            wants_gradient = case.backward and self.implementation.supports.backward
+            if wants_gradient and not all(found.answer.has_gradient for found in answers):
                 if self.implementation.bare:
                     return
-                failed.append(([], case, None, NO_GRADIENT))
+                failed.append((None, case, NO_GRADIENT))
                 raise AssertionError("no gradient")
-            verdicts = judging.judge(answer, case, self.implementation.arithmetic(self.dtype, self.device), names)
-            for judged in verdicts:
-                if math.isfinite(judged.worst_rho):
-                    hypothesis.target(judged.worst_rho, label=judged.tensor)
-            rho = max((judged.worst_rho for judged in verdicts), default=0.0)
-            if worst is None or rho >= worst[0]:
-                worst = (rho, verdicts, case, answer)
-            if not all(judged.passed for judged in verdicts):
-                failed.append((verdicts, case, answer, ""))
-                raise AssertionError(f"rho {rho:.3g}")
+            climbed: dict[str, float] = {}
+            for found in answers:
+                names = (*FORWARD, *ways.wanted(found.case))
+                verdicts = judging.judge(found.answer, found.case, self.claim(found.case), names, found.given)
+                for judged in verdicts:
+                    if math.isfinite(judged.worst_rho):
+                        climbed[judged.tensor] = max(judged.worst_rho, climbed.get(judged.tensor, 0.0))
+                rho = max((judged.worst_rho for judged in verdicts), default=0.0)
+                if worst is None or rho >= worst[0]:
+                    worst = (rho, (verdicts, found), case)
+                if not all(judged.passed for judged in verdicts):
+                    failed.append(((verdicts, found), case, ""))
+                    raise AssertionError(f"rho {rho:.3g}")
+            for tensor, rho in climbed.items():
+                hypothesis.target(rho, label=tensor)
 
         try:
             for _ in budget.runs():
@@ -310,15 +304,19 @@ class Subject:
         except (AssertionError, hypothesis.errors.Flaky, ExceptionGroup):
             if not failed:
                 raise  # not of the kernel: the search itself is at fault
-            verdicts, case, ended, fault = failed[-1]  # Hypothesis ends with the smallest case that it found
-            if ended is None:
+            answered, case, fault = failed[-1]  # Hypothesis ends with the smallest case that it found
+            if answered is None:
                 self.fail(case, fault)
             else:
-                self._record_judged(verdicts, ended, case)
+                verdicts, found = answered
+                self._record_judged(verdicts, found.answer, case, given=found.given, note=found.note)
             return
         if worst is not None:
-            _, verdicts, case, best = worst
-            self._record_judged(verdicts, best, case, note=f"the worst of {wording.plural(tried, 'case')}")
+            _, (verdicts, found), case = worst
+            pairs, triples = self.space.completed(tried)
+            added = f"they add {wording.plural(pairs, 'pair')} and {wording.plural(triples, 'triple')} of levels"
+            note = f"the worst of {wording.plural(len(tried), 'case')}; {added}"
+            self._record_judged(verdicts, found.answer, case, given=found.given, note=note)
 
     # ------------------------------------------------------------------------------------------------ records and words
 
@@ -385,37 +383,43 @@ class Subject:
         note: str,
     ) -> str:
         """The note of the first failure, with what was found out about it: which question it answers, or its onset."""
-        claim = self.implementation.arithmetic(self.dtype, self.device)
-        question = ""
+        claim, question = self.claim(case), ""
         if case.heads // case.kv_heads * case.queries * case.keys <= ASKED_ABOUT:
             problem = (given or inputs(case, self.device)).problem(case)
             truth = judging.truth_of(answer, case, claim, given)
             question = questions.answered(problem, answer.tensors, verdicts, truth, claim)
-        if not question and not note and given is None:
-            return self._onset(case, name)
+        if not question and given is None:
+            question = self._simplest(case, name) or self._onset(case, name)
         return "\n".join(words for words in (note, question) if words)
+
+    def _simplest(self, case: Case, name: TensorName) -> str:
+        """The simplest case that fails, and what it needs to. Empty if it is not simpler."""
+        end = time.monotonic() + SECONDS_TO_SIMPLIFY
+        simple = simplest(case, lambda other: time.monotonic() < end and self._fails(other, name))
+        if simple == case:
+            return ""
+        needs = [f"{factor} {level}" for factor, level in levels(simple).items() if level != self.space.plain[factor]]
+        words = f"; it needs {', '.join(needs)}" if needs else ""
+        return f"the simplest case that fails: {simple}{words}"
 
     def _onset(self, case: Case, name: TensorName) -> str:
         """From which magnitude, or shift, the case fails. It is found by halving. Empty if that gives no answer."""
-        arithmetic = self.implementation.arithmetic(self.dtype, self.device)
         axis = "shift" if case.shift else "magnitude"
         value = getattr(case, axis)
         for _ in range(6):
-            lower = replace(case, **{axis: value / 2.0})
-            try:
-                answer = attend(
-                    self.implementation,
-                    lower,
-                    inputs(lower, self.device),
-                    backward=name in BACKWARD,
-                    observer=self._observer,
-                )
-                if all(judged.passed for judged in judging.judge(answer, lower, arithmetic, (name,))):
-                    return f"passes at {axis} {value / 2.0:g}, fails from {value:g}"
-            except (Refused, Fault):
-                return ""
+            if not self._fails(replace(case, **{axis: value / 2.0}), name):
+                return f"passes at {axis} {value / 2.0:g}, fails from {value:g}"
             value /= 2.0
         return f"fails at every {axis} from {value:g} to {getattr(case, axis):g}"
+
+    def _fails(self, case: Case, name: TensorName) -> bool:
+        """Whether this tensor of an answer to a case is outside the bound."""
+        try:
+            found = self._computed(case)
+        except (Refused, Fault, ValueError):  # the last: numbers that the dtype cannot hold
+            return False
+        verdicts = [judging.judge(one.answer, one.case, self.claim(one.case), (name,), one.given) for one in found]
+        return not all(judged.passed for of_one in verdicts for judged in of_one)
 
 
 class Recorder:

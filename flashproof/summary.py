@@ -20,6 +20,7 @@ from flashproof.session import Session
 
 ENDS = {"passed": "passed", "failed": "failed", "known defect": "with a known defect", "skipped": "left out"}
 QUICK = "quick: each check had a share of its cases, and there was no search; without --quick the kernel is verified"
+SHOWN_COVERAGE = 3  # implementations of a run up to which the coverage of each is told
 
 
 class Line(NamedTuple):
@@ -207,6 +208,10 @@ def _verdict(session: Session) -> Iterator[Line]:
         if loaded.changed:
             changed = ", ".join(loaded.changed)
             yield Line(f"put back: {loaded.name} changed {changed} when it was imported", "yellow")
+    if len(selection.loaded) <= SHOWN_COVERAGE:
+        for loaded in selection.loaded:
+            for device, covered in session.covered(loaded).items():
+                yield Line(f"covered: {loaded.name} on {device}, {wording.covered(covered)}")
     for (name, words), dtypes in _refusals(session).items():
         if name not in left_out:  # else it is said above
             times = wording.plural(sum(dtypes.values()), "time")

@@ -66,7 +66,7 @@ def _load_one(name: str) -> Loaded:
         try:
             implementation = replace(load(name), name=name)  # a run knows it by the name that loads it again
             if is_external(name):
-                implementation = replace(implementation, one_code=lambda device: ())
+                implementation = replace(implementation, slow=lambda device: None)
         except ImportError as error:
             if is_external(name):
                 raise

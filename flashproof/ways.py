@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashproof.calling import GRADIENTS, Answer, Forward, Observer, Run, TensorName, forward, go_back
 from flashproof.cases import Call, Case, Masking
-from flashproof.impls.spec import Implementation, Supports
+from flashproof.impls.spec import Arithmetic, Device, Implementation, Supports
 from flashproof.tensors import Inputs, inputs, memory, tensors_of
 
 
@@ -37,14 +37,38 @@ def wanted(case: Case) -> tuple[TensorName, ...]:
     return GRADIENTS if case.wanted == "all" else cast(tuple[TensorName, ...], tuple(case.wanted.split("-")))
 
 
+def arithmetic(implementation: Implementation, case: Case, device: Device) -> Arithmetic:
+    """What an answer is judged by: what the implementation claims, and under autocast products of the input dtype."""
+    claimed = implementation.arithmetic(case.dtype, device)
+    return replace(claimed, products="input") if case.call == "autocast" else claimed
+
+
 def computed(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
     """Calls the implementation as the case says. Raises Refused or Fault as `calling.forward` and `go_back`.
 
     The answers of one way may come from one memory: all of them are computed before the first is handed out.
     """
-    yield from _SEVERAL.get(case.call, _one)(implementation, case, device, observer)
+    yield from _SEVERAL.get(case.call, _one)(implementation, case, device, _Of(case, observer))
 
 
+@dataclass(frozen=True)
+class _Of:
+    """Tells an observer the case that was asked for, whichever calls that takes."""
+
+    case: Case
+    observer: Observer
+
+    def given(self, case: Case) -> None:
+        self.observer.given(self.case)
+
+    def returned(self) -> None:
+        self.observer.returned()
+
+    def spoilt(self) -> None:
+        self.observer.spoilt()
+
+
+LARGEST_BATCH = 8  # to which another one is added
 # ------------------------------------------------------------------------------------------------ one forward each
 
 
@@ -91,6 +115,9 @@ def _in_a_thread(attention: Callable[..., object], leaves: tuple[Tensor, ...], k
     return _in_threads([lambda: attention(*leaves, **keywords)])[0]
 
 
+_ONE_BY_ONE = threading.Lock()
+
+
 def _in_threads(calls: list[Callable[[], object]]) -> list[object]:
     """What the calls return, each in a thread of its own, all at once. Raises what the first of them raised."""
     returned: list[object] = [None] * len(calls)
@@ -98,6 +125,8 @@ def _in_threads(calls: list[Callable[[], object]]) -> list[object]:
     begin = threading.Barrier(len(calls))
 
     def run(place: int) -> None:
+        with _ONE_BY_ONE:
+            torch.get_num_threads()  # torch makes a pool for each thread; two at once end in an error of its own
         begin.wait()
         try:
             returned[place] = calls[place]()
@@ -168,11 +197,14 @@ def _twice(implementation: Implementation, case: Case, device: str, observer: Ob
 
 
 def _another(case: Case, supports: Supports) -> Case:
-    """A case of the same shape with other values and, where they are claimed, other options."""
+    """A case of the same shape with other values and, where they are claimed, other options and strides."""
     masks: list[Masking] = ["full"]
     masks += ["causal"] if "top_left" in supports.causal else []
     masks += ["causal-br"] if "bottom_right" in supports.causal else []
     other = replace(case, seed=case.seed + 1, mask=masks[(masks.index(case.mask) + 1) % len(masks)])
+    if supports.strided and case.sharing == "apart":
+        layouts = ("transposed" if layout == "contiguous" else "contiguous" for layout in case.layouts)
+        other = replace(other, layouts=tuple(layouts))  # type: ignore[arg-type]
     return other if supports.scale == "default" else replace(other, scale=0.5, number="float")
 
 
@@ -188,13 +220,18 @@ def _two_forwards(implementation: Implementation, case: Case, device: str, obser
 
 
 def _after_another(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
-    other = _another(case, implementation.supports)
+    calls = [
+        (_another(case, implementation.supports), "looked at after another call"),
+        (case, "after a call of the same shape with other options"),
+    ]
+    if case.batch <= LARGEST_BATCH and case.sharing == "apart":
+        calls.append((replace(case, batch=case.batch + 1), "after a call with another batch size"))
     answers = [
         _answered(forward(implementation, one, inputs(one, device), wanted=wanted(one), observer=observer))
-        for one in (other, case)
+        for one, _ in calls
     ]
-    yield Computed(answers[0], other, note="looked at after another call")
-    yield Computed(answers[1], case, note="after a call of the same shape with other options")
+    for answer, (one, note) in zip(answers, calls, strict=True):
+        yield Computed(answer, one, note=note)
 
 
 def _renewed(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:

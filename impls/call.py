@@ -7,8 +7,9 @@ makes the public call of it. Every error names the argument, the value it had an
 import math
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import numpy
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -51,6 +52,19 @@ class Call(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------- the public call
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def opaque(function: Function) -> Function:
+    """A function that torch.compile calls and does not look into.
+
+    Of loops over heads and tiles in Python it would make one graph, for minutes. And it cannot read what a Triton kernel with Philox writes to: it then
+    copies every tensor, and fails on one with a stride of 0.
+    """
+    disabled: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 class _Named:
@@ -231,8 +245,10 @@ def _check_sizes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
 def _checked_scale(scale: float | None, dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(dim)
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
+    # Under torch.compile a number of NumPy is no float, but it can be made one.
+    if isinstance(scale, bool) or not isinstance(scale, int | float | numpy.floating | numpy.ndarray):
         raise TypeError(f"scale: {_short(scale)} is not a number; give a finite float, or None for 1/sqrt(dim)")
+    scale = scale if isinstance(scale, int) else float(scale)
     # No math.isfinite: it takes no integer beyond float64, and torch.compile cannot trace it.
     if not -sys.float_info.max <= scale <= sys.float_info.max:
         raise ValueError(f"scale: {scale} is not finite; give a finite float, or None for 1/sqrt(dim)")

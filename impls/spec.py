@@ -83,7 +83,8 @@ class Arithmetic:
     """
 
     accumulate: Literal["fma", "tensor_core", "float64"] = "fma"  # tensor cores truncate: twice the unit roundoff
-    products: Literal["exact", "3xtf32", "tf32"] = "exact"  # what float32 operands are rounded to, to nearest, before they are multiplied
+    # What float32 operands are rounded to, to nearest, before they are multiplied. "input": the input dtype, and products too, as under torch.autocast.
+    products: Literal["exact", "3xtf32", "tf32", "input"] = "exact"
     weights: Literal["input", "float32"] = "input"  # what P and dS are cast to before the second product
     # What the forward divides its weights by. "sum": their own sum, in which the errors that they share cancel. "lse": exp(lse), of an LSE that was
     # rounded, as in a second pass over the keys, or where parts of them are merged by their LSEs.
@@ -126,9 +127,9 @@ class Implementation:
     arithmetic: Callable[[Dtype, Device], Arithmetic] = arithmetic_of_flash  # asked on any machine, of devices that are not there too
     summary: str = ""  # one sentence for the report
     missing: Callable[[Device], str | None] = lambda device: None  # why it cannot run there ("CUDA: no device"), or None
-    # Dtypes whose code is one but for the type of an element, tiles included. A run of several of them gives each case that asks for nothing but a shape to one
-    # of them (`tests/grids.py`); a run of one has them all. Heeded of the catalogue alone, whose code is known: it is the one claim that no check holds.
-    one_code: Callable[[Device], tuple[Dtype, ...]] = lambda device: ()
+    # What takes long there: each tile, as in an interpreter, or each new shape, which is compiled. A run gives it fewer cases, and smaller ones if it is each
+    # tile. Heeded of the catalogue alone.
+    slow: Callable[[Device], Literal["tile", "shape"] | None] = lambda device: None
     bare: bool = False  # a callable taken as it stands: what it refuses with a clear exception is not a failure
 
     def __post_init__(self) -> None:

@@ -48,6 +48,12 @@ def output_roundoff(dtype: torch.dtype) -> float:
     return _ROUNDOFF[dtype]
 
 
+def overflow_threshold(dtype: torch.dtype) -> float:
+    """The smallest number that is rounded to infinity: half a unit in the last place above the largest number."""
+    info = torch.finfo(dtype)
+    return info.max * (1.0 + info.eps / (2.0 * (2.0 - info.eps)))
+
+
 @dataclass(frozen=True)
 class Claim:
     """A claimed arithmetic, the form of its bound, and the dtype of its results (None: that of the inputs)."""
@@ -123,9 +129,11 @@ def units_of(problem: Problem, claim: "Claim") -> Units:
         u_p=_ROUNDOFF[dtype] if cast else 0.0,
         u_o=_ROUNDOFF[dtype],
         u_l=_ROUNDOFF[torch.float32] if arithmetic.accumulate == "float64" and dtype != torch.float64 else 0.0,
-        product=_PRODUCTS[arithmetic.products],
+        # The operands of a product are rounded to the input dtype, and so is the product.
+        product=3.0 * _ROUNDOFF[dtype] if arithmetic.products == "input" else _PRODUCTS[arithmetic.products],
         eps_e=2.0 * arithmetic.exp_ulps * elementary,
-        eta=(_UNDERFLOW[torch.float64] if arithmetic.accumulate == "float64" else _UNDERFLOW[torch.float32]) + (_UNDERFLOW[dtype] if cast else 0.0),
+        # An exponential is a power of two times a number up to 2: where the power underflows, twice as much may be lost.
+        eta=2.0 * _UNDERFLOW[torch.float64 if arithmetic.accumulate == "float64" else torch.float32] + (_UNDERFLOW[dtype] if cast else 0.0),
         tiny=_UNDERFLOW[dtype],
         tiles=tiles,
         row_sum=min(keys, arithmetic.key_tile + tiles) if arithmetic.key_tile else keys,
@@ -154,7 +162,7 @@ def _sums_equal_terms(problem: Problem) -> bool:
         return tensor.shape[2] > 1 and bool((tensor == tensor[:, :, :1]).all())
 
     query, key = problem.query, problem.key
-    flat = problem.scale == 0.0 or not bool(query.any()) or not bool(key.any())
+    flat = problem.scale == 0.0 or key.shape[2] == 1 or not bool(query.any()) or not bool(key.any())
     over_keys = is_constant(problem.value) and (flat or is_constant(key))
     return over_keys or (is_constant(problem.dout) and (flat or is_constant(query)))
 

@@ -12,6 +12,7 @@ from flashproof.impls.shapes import Float
 from flashproof.oracles import bounds
 
 BIAS_BLOCKS = 64  # blocks of rows, or of columns, over which the standard error of the bias is taken, at most
+BIAS_SAMPLE = 4096  # elements of which is seen how many of them differ
 BIAS_FEWEST_BLOCKS = 16  # with fewer rows or columns, a standard error says too little and bias is not judged
 
 
@@ -70,14 +71,19 @@ class Rms:
 
 
 def ratios(actual: Tensor, exact: Float[Tensor, "..."], bound: Float[Tensor, "..."], oracle_error: Float[Tensor, "..."] | None = None) -> Tensor:
-    """Error over bound for each element. 0/0 is 0. A result that should be infinite must be so exactly; NaN is never excused."""
+    """Error over bound for each element. 0/0 is 0. A result that should be infinite must be so exactly; NaN is never excused.
+
+    An infinity is right where the exact result, with its bound, is beyond what the dtype rounds to its largest number.
+    """
     got = actual.to(torch.float64)
     allowed = bound if oracle_error is None else bound + oracle_error
     error = (got - exact).abs()
     ratio = torch.where(error == 0.0, 0.0, error / allowed)
     ratio = torch.where(allowed.isinf() & got.isfinite(), 0.0, ratio)
     ratio = torch.where(exact.isinf(), torch.where(got == exact, 0.0, math.inf), ratio)
-    return torch.where(got.isfinite() | exact.isinf(), ratio, math.inf)
+    overflows = (got.sign() * exact + allowed >= bounds.overflow_threshold(actual.dtype)) & allowed.isfinite()
+    ratio = torch.where(got.isfinite() | exact.isinf(), ratio, math.inf)
+    return torch.where(got.isinf() & exact.isfinite() & overflows, 0.0, ratio)
 
 
 def rho(actual: Tensor, exact: Float[Tensor, "..."], bound: Float[Tensor, "..."], oracle_error: Float[Tensor, "..."] | None = None) -> Rho:
@@ -111,7 +117,8 @@ def bias(actual: Tensor, exact: Float[Tensor, "..."], float32_bound: Float[Tenso
     in_ulps = actual.dtype in (torch.float16, torch.bfloat16)
     unit = (bounds.worst_unit(rows, actual.dtype) if in_ulps else float32_bound.reshape(rows.shape)).sum()
     beyond = got - rows.to(actual.dtype).to(torch.float64)  # the error less that of the correctly rounded result
-    figures = [unit, float32_bound.sum(), (got.isfinite() & rows.isfinite()).all().to(torch.float64)]
+    finite = (got.isfinite() & rows.isfinite()).all()
+    figures = [unit, float32_bound.sum(), (finite & (_distinct(rows) >= BIAS_FEWEST_BLOCKS)).to(torch.float64)]
     for sign in (rows.sign(), None):
         weighted = beyond if sign is None else beyond * sign
         own = [(cast.reshape(rows.shape) if sign is None else cast.reshape(rows.shape) * sign).sum().abs() for cast in casts]
@@ -127,6 +134,18 @@ def bias(actual: Tensor, exact: Float[Tensor, "..."], float32_bound: Float[Tenso
         allowance = bounds.BIAS_ALLOWANCE + explained + max(of_casts, default=0.0) / total
         leans.append(Bias(lean / total, max(by_row, by_column) / total, allowance))
     return max(leans, key=lambda lean: abs(lean.value) - bounds.BIAS_STANDARD_ERRORS * lean.standard_error - lean.allowance)
+
+
+def _distinct(exact: Float[Tensor, "rows columns"]) -> Tensor:
+    """How many different numbers the exact results are, each counted by its share of their sum.
+
+    Equal results have one rounding, however many there are: with equal weights and output gradients that repeat, dV is a few numbers.
+    """
+    flat = exact.flatten()
+    step = len(flat) // BIAS_SAMPLE | 1  # odd, so that it does not stay in a few columns
+    values, counts = torch.unique(flat[::step].abs(), return_counts=True)
+    shares = values * counts
+    return shares.sum().square() / shares.square().sum()
 
 
 def _standard_error(errors: Float[Tensor, " n"]) -> Tensor:

@@ -38,13 +38,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """One specimen. `first`: the check that rejects it before all others, in some dtype; `alone`: no other check does in that dtype."""
+    """One specimen. `first`: the check that rejects it before all others, in some dtype."""
 
     specimen: Specimen
     dtypes: tuple[str, ...]
     cells: dict[Key, Cell]
     first: frozenset[str]
-    alone: frozenset[str]
 
     @property
     def is_killed(self) -> bool:
@@ -72,14 +71,13 @@ def _row(specimen: Specimen, trials: list[Trial], judges: tuple[Judge, ...]) -> 
     for trial in trials:
         of_judge[trial.judge, trial.inputs].append(trial)
     checks = [judge.name for judge in judges if judge.kind == "check"]
-    first, alone = set(), set()
+    first: set[str] = set()
     dtypes = tuple(dict.fromkeys(trial.dtype for trial in trials))
     for dtype in dtypes:
         rejecting = [name for name in checks if any(trial.rejected and trial.dtype == dtype for trial in of_judge[name, "ours"])]
         first.update(rejecting[:1])
-        alone.update(rejecting if len(rejecting) == 1 else [])
     cells = {key(judge): _cell(specimen, of_judge[key(judge)]) for judge in judges}
-    return Row(specimen, dtypes, cells, frozenset(first), frozenset(alone))
+    return Row(specimen, dtypes, cells, frozenset(first))
 
 
 def _cell(specimen: Specimen, trials: list[Trial]) -> Cell:
@@ -104,7 +102,7 @@ class Score:
     told: int  # of these, in a dtype in which it accepts the kernel that they are made of
     mutants: int  # that it was tried on
     first: int  # mutants that it rejects before every other check
-    alone: int
+    named: int  # mutants that must be rejected by it
     alarms: tuple[tuple[str, tuple[str, ...]], ...]  # right kernels that it rejects, and in which dtypes
     right: int  # right kernels that it was tried on
 
@@ -118,7 +116,7 @@ def scores(mutation: Mutation, table: list[Row]) -> tuple[Score, list[Score], li
     killed = [row for row in counted if row.is_killed]
     alarms = tuple((row.specimen.name, row.dtypes) for row in right if row.is_killed)
     told = len([row for row in killed if row.specimen.of not in {name for name, _ in alarms}])
-    return Score(judge=None, killed=len(killed), told=told, mutants=len(counted), first=0, alone=0, alarms=alarms, right=len(right)), checks, others
+    return Score(judge=None, killed=len(killed), told=told, mutants=len(counted), first=0, named=0, alarms=alarms, right=len(right)), checks, others
 
 
 def _score(judge: Judge, table: list[Row]) -> Score:
@@ -130,7 +128,7 @@ def _score(judge: Judge, table: list[Row]) -> Score:
         told=sum(bool(set(row.cells[key(judge)].dtypes) - set(_original(row, right).dtypes)) for row in counted),
         mutants=sum(bool(row.cells[key(judge)].tried) for row in counted),
         first=sum(judge.name in row.first for row in counted),
-        alone=sum(judge.name in row.alone for row in counted),
+        named=sum(judge.name == row.specimen.check for row in counted),
         alarms=tuple((name, cell.dtypes) for name, cell in right.items() if cell.dtypes),
         right=sum(bool(cell.tried) for cell in right.values()),
     )

@@ -31,6 +31,18 @@ class Environment(msgspec.Struct, tag="environment", kw_only=True, frozen=True):
     command: str
 
 
+class Covered(msgspec.Struct, kw_only=True, frozen=True):
+    """What the cases of a run hold of the space of cases, on one device."""
+
+    cases: int
+    pairs: int  # of levels that stand together in some case
+    possible_pairs: int  # that are claimed and have room
+    triples: int
+    possible_triples: int
+    forbidden: int  # pairs that the claims forbid
+    no_room: int  # pairs that are claimed, and too large for the run
+
+
 class Claim(msgspec.Struct, tag="claim", kw_only=True, frozen=True):
     """What an implementation said of itself in a run."""
 
@@ -41,7 +53,7 @@ class Claim(msgspec.Struct, tag="claim", kw_only=True, frozen=True):
     arithmetic: dict[str, dict[str, str | int | float | None]]  # "float16 on cuda" -> the fields of flashproof.impls.spec.Arithmetic
     bare: bool
     ended: bool = True  # whether the run came to its end: nobody broke it off
-    one_code: dict[str, list[str]] = {}  # "cuda" -> dtypes among which a run deals the cases that ask for nothing but a shape
+    covered: dict[str, Covered] = {}  # by device; empty where cases or checks were chosen
 
 
 class Element(msgspec.Struct, kw_only=True, frozen=True):

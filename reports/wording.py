@@ -6,7 +6,7 @@ import shlex
 from hashlib import sha256
 
 from flashproof.reports.evidence import size, worst_rho
-from flashproof.reports.record import Element, Judgement
+from flashproof.reports.record import Covered, Element, Judgement
 
 _AXES = {"out": ("batch", "head", "query", "dim"), "lse": ("batch", "head", "query"), "dq": ("batch", "head", "query", "dim")}
 _KEY_AXES = ("batch", "kv head", "key", "dim")
@@ -147,6 +147,17 @@ def stem(name: str) -> str:
     stripped = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:60]
     prefix = "implementation-" if reserved or not stripped else ""
     return f"{prefix}{stripped or 'name'}-{sha256(name.encode(errors='surrogatepass')).hexdigest()[:8]}"
+
+
+def covered(found: Covered) -> str:
+    """What the cases of a run hold, in words."""
+    pairs = "all" if found.pairs == found.possible_pairs else f"{found.pairs} of"
+    share = 100.0 * found.triples / max(1, found.possible_triples)
+    left_out = [f"{found.forbidden} pairs are not claimed"] if found.forbidden else []
+    left_out += [f"{found.no_room} are too large for the run"] if found.no_room else []
+    return f"{pairs} {found.possible_pairs} pairs of levels and {share:.0f} % of the triples in {found.cases} cases" + "".join(
+        f"; {words}" for words in left_out
+    )
 
 
 def plural(count: int, noun: str) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashproof.impls.call import BLOCK, BlockMask, BlockSparseAttention, Call, Keys, Queries, Rows
 from flashproof.impls.cuda import flash
-from flashproof.impls.cuda.launching import call_of, check_scale, missing, one_code, packed_seed
+from flashproof.impls.cuda.launching import call_of, check_scale, missing, packed_seed, slow
 from flashproof.impls.shapes import Bool, Int
 from flashproof.impls.spec import OWN_KERNELS, Implementation
 
@@ -159,6 +159,6 @@ implementation = Implementation(
     supports=replace(OWN_KERNELS, block_mask=True, linear_memory=False),
     arithmetic=flash.arithmetic,
     missing=missing,
-    one_code=one_code,
+    slow=slow,
     summary="Block-sparse FlashAttention in CUDA C++: FlashAttention-2 over lists of visible 128 x 128 blocks.",
 )

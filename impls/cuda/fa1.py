@@ -22,10 +22,10 @@ from flashproof.impls.cuda.launching import (
     call_of,
     check_scale,
     missing,
-    one_code,
     packed_seed,
     padded_dim,
     sign_of,
+    slow,
     vectors,
 )
 from flashproof.impls.spec import OWN_KERNELS, Arithmetic, Device, Dtype, Implementation, arithmetic_of_flash
@@ -203,6 +203,6 @@ implementation = Implementation(
     supports=OWN_KERNELS,
     arithmetic=_arithmetic,
     missing=missing,
-    one_code=one_code,
+    slow=slow,
     summary="FlashAttention-1 in CUDA C++: outer loop over keys, the output rescaled in device memory at every step.",
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashproof.impls.call import Attention, Call, Keys, Queries, Rows
 from flashproof.impls.cuda import flash
-from flashproof.impls.cuda.launching import call_of, check_scale, missing, one_code, packed_seed
+from flashproof.impls.cuda.launching import call_of, check_scale, missing, packed_seed, slow
 from flashproof.impls.spec import OWN_KERNELS, Implementation
 
 
@@ -99,6 +99,6 @@ implementation = Implementation(
     supports=OWN_KERNELS,
     arithmetic=flash.arithmetic,
     missing=missing,
-    one_code=one_code,
+    slow=slow,
     summary="FlashAttention-2 in CUDA C++: query tiles in parallel, statistics and weights in registers, a backward of two kernels without atomics.",
 )

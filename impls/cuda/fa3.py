@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flashproof.impls.call import Attention, Call, Keys, Queries, Rows
 from flashproof.impls.cuda import launching
-from flashproof.impls.cuda.launching import CudaError, Launch, call_of, check_scale, one_code, padded_dim, sign_of
+from flashproof.impls.cuda.launching import IMPORTING, CudaError, Launch, call_of, check_scale, padded_dim, sign_of
 from flashproof.impls.spec import OWN_KERNELS, SIXTEEN_BIT, Arithmetic, Device, Dtype, Implementation, arithmetic_of_flash
 
 TARGETS = ("sm_90a",)  # what the kernels are compiled for: "a" adds wgmma and setmaxnreg
@@ -249,7 +249,9 @@ class HopperLaunch(Launch):
 def _kernel_on_gpu(source: str, kernel: str, constants: tuple[tuple[str, int | str], ...], shared_bytes: int, device: int) -> Any:
     """A kernel that can be launched, from the disk or from NVRTC."""
     from cuda.bindings import driver
-    from cuda.core import ObjectCode
+
+    with IMPORTING:
+        from cuda.core import ObjectCode
 
     if reason := _not_hopper(device):
         raise CudaError(reason)
@@ -493,6 +495,5 @@ implementation = Implementation(
     supports=replace(OWN_KERNELS, dtypes=SIXTEEN_BIT, devices=("cuda",), dropout=False, deterministic=False, batch_invariant=False),
     arithmetic=arithmetic,
     missing=missing,
-    one_code=one_code,
     summary="FlashAttention-3 in CUDA C++ for Hopper: tiles copied by TMA, asynchronous products (wgmma) under the softmax of the next tile, dQ by atomics.",
 )

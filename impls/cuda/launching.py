@@ -25,14 +25,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flashproof.impls.call import Call
-from flashproof.impls.spec import SIXTEEN_BIT, Device, Dtype
+from flashproof.impls.spec import Device
 
 FOLDER = Path(__file__).parent
 KERNELS = {"fa1.cu": ("forward", "backward"), "fa2.cu": ("forward", "delta", "dkey_dvalue", "dquery")}
@@ -56,9 +56,9 @@ def missing(device: Device) -> str | None:
     return _too_old(torch.cuda.current_device()) if torch.cuda.is_available() else "CUDA: no device"
 
 
-def one_code(device: Device) -> tuple[Dtype, ...]:
-    """The dtypes that share tiles and code: the two of 16 bit, on tensor cores; float32 goes by FMA units."""
-    return SIXTEEN_BIT
+def slow(device: Device) -> Literal["tile"] | None:
+    """What takes long: a tile of the CPU twin, which runs one thread after another."""
+    return "tile" if device == "cpu" else None
 
 
 def _too_old(device: int) -> str | None:
@@ -358,6 +358,9 @@ def _whole(place: Path) -> bytes | None:
     return code if code and hashlib.sha256(code).digest() == found[-DIGEST:] else None
 
 
+IMPORTING = threading.Lock()  # of cuda.core: two threads that import it at once find half of it
+
+
 def _make_current(device: int) -> None:
     """Sees to it that the calling thread has the device's context. In a new thread it has none, even where torch counts this as its device."""
     from cuda.bindings import driver
@@ -368,7 +371,8 @@ def _make_current(device: int) -> None:
     if status and status != driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # which says that there is none
         raise CudaError(f"CUDA: {status.name} when asking for the thread's device")
     try:
-        from cuda.core import Device
+        with IMPORTING:
+            from cuda.core import Device
 
         Device(device).set_current()
     except Exception as error:
@@ -379,7 +383,9 @@ def _make_current(device: int) -> None:
 def _kernel_on_gpu(source: str, kernel: str, constants: tuple[tuple[str, int | str], ...], shared_bytes: int, device: int) -> Any:
     """A kernel that can be launched, from the disk or from NVRTC."""
     from cuda.bindings import driver
-    from cuda.core import ObjectCode
+
+    with IMPORTING:
+        from cuda.core import ObjectCode
 
     if reason := _too_old(device):
         raise CudaError(reason)
@@ -446,7 +452,8 @@ def said_of(source: str, kernel: str, constants: tuple[tuple[str, int | str], ..
 
 def compile_cubin(source: str, kernel: str, constants: Mapping[str, int | str], target: str) -> tuple[bytes, str]:
     """A kernel's machine code for a target such as "sm_90a", and what the assembler said of its registers. Needs no GPU. Raises CudaError."""
-    from cuda.core import Program, ProgramOptions
+    with IMPORTING:
+        from cuda.core import Program, ProgramOptions
 
     macros = [(name, str(value)) for name, value in (*constants.items(), (kernel.upper(), 1))]
     options = ProgramOptions(arch=target, define_macro=macros, include_path=str(FOLDER), **OPTIONS)

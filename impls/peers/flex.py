@@ -69,6 +69,7 @@ implementation = Implementation(
     attention=attention,
     # FlexAttention takes more than this; but each kind of call is compiled for some ten seconds, and a claim has to be verified in minutes.
     supports=Supports(dtypes=("float16", "bfloat16"), devices=("cuda",), causal=("top_left",), block_mask=True, lse=True, dims=(64, 128), dim_multiple=64),
+    slow=lambda device: "shape",
     summary="PyTorch's FlexAttention, compiled for the mask; claimed for 16 bit, usual head dims and block masks only.",
     missing=missing,
     bare=True,

@@ -7,6 +7,7 @@ not take is refused, with PyTorch's reasons. The pin covers the backward pass: i
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,29 @@ def unit_stride(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return attention(*(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)), **keywords)
 
     return with_copies
+
+
+def contiguous_gradient(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """cuDNN's backward reads an output gradient by the strides of another one, and answers NaN (pytorch#134001). Here it is copied."""
+
+    def with_copies(query: Tensor, key: Tensor, value: Tensor, **keywords: object) -> Tensor:
+        out = attention(query, key, value, **keywords)
+        copied: Tensor = _Contiguous.apply(out)  # type: ignore[no-untyped-call]
+        return copied
+
+    return with_copies
+
+
+class _Contiguous(torch.autograd.Function):
+    """The tensor itself, whose gradient is made contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
 
 
 def not_on_cuda(device: Device) -> str | None:
@@ -100,8 +124,8 @@ flash_cpu = Implementation(
 )
 
 # The kernels for CUDA stand as they are (`bare`): beyond their claims they refuse, and say so, what no claim can name, such as causal masks with
-# queries != keys (flash, whose own alignment is bottom-right) or a single key (cuDNN). Of tensors that begin anywhere cuDNN answers the forward, and declines
-# only the backward: not claimed.
+# queries != keys (flash, whose own alignment is bottom-right) or a single key (cuDNN). Tensors that begin anywhere are not claimed: flash, and efficient in
+# float32, end in a CUDA error, misaligned address, which leaves the process without its device (pytorch#183484); cuDNN declines the backward.
 flash = Implementation(
     name="sdpa.flash",
     attention=unit_stride(pinned(SDPBackend.FLASH_ATTENTION)),
@@ -113,7 +137,6 @@ flash = Implementation(
         grouped_heads=True,
         cross_lengths=True,
         strided=True,
-        unaligned=True,
     ),
     arithmetic=arithmetic_by_heads,
     summary="FlashAttention-2 as shipped with PyTorch.",
@@ -124,9 +147,7 @@ flash = Implementation(
 efficient = Implementation(
     name="sdpa.efficient",
     attention=unit_stride(pinned(SDPBackend.EFFICIENT_ATTENTION)),
-    supports=Supports(
-        devices=("cuda",), causal=("top_left",), scale="positive", cross_lengths=True, strided=True, unaligned=True, dims=(8, 256), dim_multiple=8
-    ),
+    supports=Supports(devices=("cuda",), causal=("top_left",), scale="positive", cross_lengths=True, strided=True, dims=(8, 256), dim_multiple=8),
     arithmetic=arithmetic_of_efficient,
     summary="xFormers' memory-efficient kernel (CUTLASS) as shipped with PyTorch.",
     missing=not_on_cuda,
@@ -135,7 +156,7 @@ efficient = Implementation(
 
 cudnn = Implementation(
     name="sdpa.cudnn",
-    attention=unit_stride(pinned(SDPBackend.CUDNN_ATTENTION)),
+    attention=contiguous_gradient(unit_stride(pinned(SDPBackend.CUDNN_ATTENTION))),
     supports=Supports(
         dtypes=("float16", "bfloat16"),
         devices=("cuda",),

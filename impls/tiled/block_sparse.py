@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from flashproof.impls.call import BLOCK, BlockMask, BlockSparseAttention, Call, Keys, Queries, Rows
+from flashproof.impls.call import BLOCK, BlockMask, BlockSparseAttention, Call, Keys, Queries, Rows, opaque
 from flashproof.impls.shapes import Bool
 from flashproof.impls.spec import OWN_KERNELS, Arithmetic, Device, Dtype, Implementation
 from flashproof.impls.tiled.primitives import as_operand, deltas, dropped, finite, hidden, ieee_products, on_chip, only, oriented, recomputed, tiles, visible
@@ -25,6 +25,7 @@ Blocks = Bool[Tensor, "batch heads query_blocks key_blocks"]
 
 
 @BlockSparseAttention
+@opaque
 def attention(query: Queries, key: Keys, value: Keys, block_mask: BlockMask | None, call: Call) -> tuple[Queries, Rows]:
     """Block-sparse FlashAttention-2: (out, lse), with gradients for query, key and value."""
     out, lse = _BlockSparse.apply(query, key, value, block_mask, call)  # type: ignore[no-untyped-call]
@@ -128,5 +129,6 @@ implementation = Implementation(
     attention=attention,
     supports=replace(OWN_KERNELS, block_mask=True),
     arithmetic=arithmetic,
+    slow=lambda device: "tile",
     summary="FlashAttention-2 over a block mask in plain PyTorch: empty blocks are skipped, partial ones masked.",
 )

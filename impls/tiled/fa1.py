@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from flashproof.impls.call import Attention, Call, Keys, Queries, Rows
+from flashproof.impls.call import Attention, Call, Keys, Queries, Rows, opaque
 from flashproof.impls.spec import OWN_KERNELS, Arithmetic, Device, Dtype, Implementation
 from flashproof.impls.tiled.primitives import as_operand, dropped, finite, hidden, ieee_products, on_chip, only, oriented, tiles, visible
 
@@ -28,6 +28,7 @@ def tile_sizes(dim: int) -> tuple[int, int]:
 
 
 @Attention
+@opaque
 def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows]:
     """FlashAttention-1: (out, lse), with gradients for query, key and value."""
     out, lse = _FlashAttention1.apply(query, key, value, call)  # type: ignore[no-untyped-call]
@@ -130,5 +131,6 @@ implementation = Implementation(
     attention=attention,
     supports=OWN_KERNELS,
     arithmetic=arithmetic,
+    slow=lambda device: "tile",
     summary="FlashAttention-1 in plain PyTorch: key tiles outside, the output rescaled at each step.",
 )

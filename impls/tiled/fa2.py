@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from flashproof.impls.call import Attention, Call, Keys, Queries, Rows
+from flashproof.impls.call import Attention, Call, Keys, Queries, Rows, opaque
 from flashproof.impls.spec import OWN_KERNELS, Arithmetic, Device, Dtype, Implementation
 from flashproof.impls.tiled.primitives import as_operand, deltas, dropped, finite, hidden, ieee_products, on_chip, only, oriented, recomputed, tiles, visible
 
@@ -24,6 +24,7 @@ KEY_TILE = 128
 
 
 @Attention
+@opaque
 def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows]:
     """FlashAttention-2: (out, lse), with gradients for query, key and value."""
     out, lse = _FlashAttention2.apply(query, key, value, call)  # type: ignore[no-untyped-call]
@@ -120,5 +121,6 @@ implementation = Implementation(
     attention=attention,
     supports=OWN_KERNELS,
     arithmetic=arithmetic,
+    slow=lambda device: "tile",
     summary="FlashAttention-2 in plain PyTorch: query tiles outside, one division at the end.",
 )

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashproof.impls.call import BLOCK, BlockMask, BlockSparseAttention, Call, Keys, Queries, Rows
+from flashproof.impls.call import BLOCK, BlockMask, BlockSparseAttention, Call, Keys, Queries, Rows, opaque
 from flashproof.impls.shapes import Bool, Int
 from flashproof.impls.spec import OWN_KERNELS, Implementation
 from flashproof.impls.triton import flash
@@ -32,8 +32,8 @@ from flashproof.impls.triton.primitives import (
     kernel,
     load_rows,
     missing,
-    one_code,
     place,
+    slow,
     store_rows,
     times_sign,
     wide,
@@ -272,6 +272,7 @@ class _Attention(torch.autograd.Function):
 
 
 @BlockSparseAttention
+@opaque
 def attention(query: Queries, key: Keys, value: Keys, block_mask: BlockMask | None, call: Call) -> tuple[Queries, Rows]:
     """Block-sparse FlashAttention-2: (out, lse), with gradients for query, key and value."""
     out, lse = _Attention.apply(query, key, value, call, block_mask)
@@ -284,6 +285,6 @@ implementation = Implementation(
     supports=replace(OWN_KERNELS, block_mask=True, linear_memory=False),
     arithmetic=flash.arithmetic_of(tiles),
     missing=missing,
-    one_code=one_code,
+    slow=slow,
     summary="FlashAttention-2 over a block mask in Triton: empty blocks are skipped, only partial ones are masked, forward and backward.",
 )

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashproof.impls.call import Attention, Call, Keys, Queries, Rows
+from flashproof.impls.call import Attention, Call, Keys, Queries, Rows, opaque
 from flashproof.impls.spec import OWN_KERNELS, Arithmetic, Device, Dtype, Implementation, arithmetic_of_flash
 from flashproof.impls.triton.primitives import (
     INFINITY,
@@ -43,9 +43,9 @@ from flashproof.impls.triton.primitives import (
     kernel,
     load_tile,
     missing,
-    one_code,
     padded_dim,
     rounded,
+    slow,
     store_tile,
     this_program,
     tile_at,
@@ -301,6 +301,7 @@ class _Attention(torch.autograd.Function):
 
 
 @Attention
+@opaque
 def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows]:
     """FlashAttention-1: (out, lse), with gradients for query, key and value."""
     out, lse = _Attention.apply(query, key, value, call)
@@ -323,5 +324,5 @@ implementation = Implementation(
     supports=OWN_KERNELS,
     arithmetic=arithmetic,
     missing=missing,
-    one_code=one_code,
+    slow=slow,
 )

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashproof.impls.call import Attention, Call, Keys, Queries, Rows
+from flashproof.impls.call import Attention, Call, Keys, Queries, Rows, opaque
 from flashproof.impls.spec import OWN_KERNELS, Implementation
 from flashproof.impls.triton import flash
 from flashproof.impls.triton.flash import Loop, Tile, Tiles
@@ -33,8 +33,8 @@ from flashproof.impls.triton.primitives import (
     kernel,
     load_rows,
     missing,
-    one_code,
     place,
+    slow,
     store_rows,
     times_sign,
     wide,
@@ -221,6 +221,7 @@ class _Attention(torch.autograd.Function):
 
 
 @Attention
+@opaque
 def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows]:
     """FlashAttention-2: (out, lse), with gradients for query, key and value."""
     out, lse = _Attention.apply(query, key, value, call)
@@ -233,6 +234,6 @@ implementation = Implementation(
     supports=OWN_KERNELS,
     arithmetic=flash.arithmetic_of(tiles),
     missing=missing,
-    one_code=one_code,
+    slow=slow,
     summary="FlashAttention-2 in Triton: query tiles in parallel, statistics on chip, a backward of two kernels without atomics.",
 )

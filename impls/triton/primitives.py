@@ -6,11 +6,12 @@ holds its bits, so there every operation on one goes through float32, which is e
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
 
 from flashproof.impls.call import Call
-from flashproof.impls.spec import DTYPES, SIXTEEN_BIT, Device, Dtype
+from flashproof.impls.spec import Device
 from flashproof.impls.triton.interpreting import described_once
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -195,9 +196,12 @@ def missing(device: Device) -> str | None:
     return None if INTERPRETED.value else "Triton: not interpreted"
 
 
-def one_code(device: Device) -> tuple[Dtype, ...]:
-    """The dtypes that share tiles and code: the two of 16 bit, and interpreted all three."""
-    return SIXTEEN_BIT if device == "cuda" else DTYPES
+_ONE_AT_A_TIME = threading.Lock()  # the interpreter changes Triton's modules while it runs
+
+
+def slow(device: Device) -> Literal["tile", "shape"]:
+    """What takes long: a tile of the interpreter, and the compiler."""
+    return "tile" if device == "cpu" else "shape"
 
 
 def padded_dim(dim: int) -> int:
@@ -298,5 +302,5 @@ class Launch:
     def run(self) -> None:
         """Starts the kernel on the device of its tensors."""
         tensor = next(argument for argument in self.arguments.values() if isinstance(argument, Tensor))
-        with torch.cuda.device_of(tensor), _as_on_a_gpu():
+        with _ONE_AT_A_TIME if INTERPRETED.value else nullcontext(), torch.cuda.device_of(tensor), _as_on_a_gpu():
             self.kernel[self.grid](**self.arguments, **self.options)

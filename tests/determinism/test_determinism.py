@@ -6,7 +6,10 @@ from dataclasses import replace
 import torch
 
 from flashproof import grids
+from flashproof.cases import Case
+from flashproof.impls.spec import Dtype
 from flashproof.registry import check
+from flashproof.space import Space
 from flashproof.subject import Subject
 from flashproof.tensors import Inputs, inputs
 
@@ -14,13 +17,28 @@ RUNS = {"cpu": 2, "cuda": 10}
 SECONDS = 2.0  # of further runs, after which the one under way is the last
 
 
-@check("determinism", grid=grids.repeated, claims=("deterministic",))
+GPU = "b2 h4 q1000 k1000 d128 causal\nb3 h4/2 q700 k700 d64"  # where many blocks add to one gradient
+
+
+OPTIONS = """
+b2 h1 q70 k70 d64 causal dropout0.2
+b2 h1 q260 k260 d32 blocks0.5
+"""
+
+
+def _repeated(space: Space, dtype: Dtype) -> list[Case]:
+    return grids.where(most=4)(space, dtype) + grids.lines(OPTIONS, cuda=GPU)(space, dtype)
+
+
+@check("determinism", grid=_repeated, claims=("deterministic",))
 def test_run_to_run(subject: Subject) -> None:
     """The same call again gives the same bits, gradients included."""
     backward = subject.implementation.supports.backward
     for case in subject.cases:
         given = inputs(case, subject.device)
         first = subject.attend(case, backward=backward, given=given)
+        if first is not None:
+            subject.judge_answer(first, case, subject.tensors)
         started = time.monotonic()
         for run in range(2, RUNS[subject.device] + 1):
             again = subject.attend(case, backward=backward, given=given)
@@ -33,7 +51,12 @@ def test_run_to_run(subject: Subject) -> None:
                 break
 
 
-@check("determinism", grid=grids.repeated, claims=("batch_invariant",))
+def _batches(space: Space, dtype: Dtype) -> list[Case]:
+    several = grids.where(lambda case: case.batch > 1 and not case.dropout, most=4)
+    return several(space, dtype) + grids.lines("b2 h1 q140 k140 d64 causal\nb2 h1 q260 k260 d32 blocks0.5")(space, dtype)
+
+
+@check("determinism", grid=_batches, claims=("batch_invariant",))
 def test_slice_of_a_batch(subject: Subject) -> None:
     """An entry of a batch by itself gives the bits that it gives within the batch, without dropout."""
     backward = subject.implementation.supports.backward
@@ -42,10 +65,13 @@ def test_slice_of_a_batch(subject: Subject) -> None:
             continue
         given = inputs(case, subject.device)
         last = slice(case.batch - 1, case.batch)
-        alone = Inputs(given.query[last], given.key[last], given.value[last], given.dout[last], None if given.block_mask is None else given.block_mask[last])
+        mask = None if given.block_mask is None else given.block_mask[last]
+        alone = Inputs(given.query[last], given.key[last], given.value[last], given.dout[last], mask)
         whole = subject.attend(case, backward=backward, given=given)
         part = subject.attend(replace(case, batch=1), backward=backward, given=alone)
         if whole is None or part is None:
             continue
+        subject.judge_answer(whole, case, subject.tensors)
+        message = "an entry of a batch by itself differs from the same entry within the batch"
         for name in whole.tensors:
-            subject.expect_equal(whole[name][last], part[name], case, name, "an entry of a batch by itself differs from the same entry within the batch")
+            subject.expect_equal(whole[name][last], part[name], case, name, message)

@@ -23,7 +23,7 @@ SECONDS = 1.0  # a length that took longer than this is the last one measured
 MATRIX_BYTES = {"cpu": 2**28, "cuda": 2**34}  # nor is one whose full attention matrix is larger, unless memory was seen to be linear
 
 
-@check("memory", grid=grids.memory, single=False)
+@check("memory", grid=grids.doubling, single=False)
 def test_memory_growth(subject: Subject, recorder: Recorder) -> None:
     """Memory beyond inputs and outputs at most doubles when the sequence doubles, where linear memory is claimed."""
     before: dict[Direction, int] = {}

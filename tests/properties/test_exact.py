@@ -18,8 +18,11 @@ from flashproof.subject import Subject
 from flashproof.tensors import inputs
 from flashproof.tests.properties.probing import answer_to, before_rounding, by_query_head, expect_exact, expect_inside_bound, in_float64, over_groups
 
+# Keys that are few or not a whole tile, so that one key too many or too few is far outside the bound of their mean.
+FEW = "b1 h4/2 q20 k16 d32\nb1 h1 q40 k64 d64\nb1 h1 q70 k70 d40 causal"
 
-@check("properties", grid=grids.uniform)
+
+@check("properties", grid=grids.lines(FEW))
 def test_uniform(subject: Subject) -> None:
     """If Q = 0, the output is the mean of the visible values: a key that is lost, counted twice or padded shows.
 
@@ -49,7 +52,11 @@ def test_uniform(subject: Subject) -> None:
             expect_exact(subject, case, "dv", answer["dv"], share.expand(given.value.shape), before.dv, what)
 
 
-@check("properties", grid=grids.one_hot)
+# Head dims that have codes enough, far enough apart.
+CODES = "b2 h1 q70 k70 d64\nb1 h4/2 q40 k66 d64\nb1 h1 q70 k70 d64 causal"
+
+
+@check("properties", grid=grids.lines(CODES))
 def test_one_hot(subject: Subject) -> None:
     """If each query selects one key, the output is the value of that key, and dV of that key is the output gradient.
 
@@ -98,7 +105,7 @@ def _sharpness(codes: Tensor, case: Case) -> float | None:
     return 2.0 ** math.ceil(math.log2(GAP / apart)) if apart > 0.0 else None
 
 
-@check("properties", grid=grids.zeros)
+@check("properties", grid=grids.lines("b1 h2 q40 k70 d64\nb1 h1 q66 k66 d40 causal"))
 def test_zeros(subject: Subject) -> None:
     """If V, dO or all tensors are 0, so are the products with them, and nothing is NaN.
 
@@ -118,7 +125,17 @@ def test_zeros(subject: Subject) -> None:
                 expect_inside_bound(subject, case, answer, zero, words)
 
 
-@check("properties", grid=grids.unity)
+# Ordinary rows; rows with a sink, one score above the others by 8; and scores so large that every rounding of a maximum
+# shows, in several tiles.
+ROWS = """
+b1 h2/1 q64 k80 d32
+b1 h1 q140 k140 d64 causal
+b1 h1 q70 k140 d64 spike x8
+b1 h1 q128 k319 d64 x16 shift60000
+"""
+
+
+@check("properties", grid=grids.lines(ROWS))
 def test_unity(subject: Subject) -> None:
     """If V = 1, the output is 1, and so is its mean, also where one key holds most of each row; dQ and dK are 0.
 

@@ -17,7 +17,12 @@ from flashproof.tests.properties.probing import answer_to
 BLOCKS = 8  # of each size: an allocator hands out again what was freed last, and a call allocates several of one size
 
 
-@check("properties", grid=grids.allocated)
+# Small tensors: an allocator hands small blocks out again. Lengths leave tails to be padded; a split of keys may have
+# none that a query sees.
+SMALL = "b1 h2 q65 k65 d64 causal\nb1 h1 q20 k70 d40\nb1 h1 q20 k300 d16 causal"
+
+
+@check("properties", grid=grids.lines(SMALL))
 def test_allocated_memory(subject: Subject) -> None:
     """The results are bitwise the same whether outputs, accumulators and buffers are allocated in memory that holds NaN or
     zeros.
@@ -30,14 +35,16 @@ def test_allocated_memory(subject: Subject) -> None:
         clean, poisoned = (_handed(subject, case, given, poison=poison) for poison in (False, True))
         if clean is None or poisoned is None:
             continue
+        subject.judge_answer(poisoned, case, subject.tensors)
         for name in clean.tensors:
             if name not in poisoned:
                 continue
-            differs = not torch.equal(clean[name], poisoned[name]) and not bool(poisoned[name].isnan().any())
-            if differs and subject.varies(case, name, (given, clean[name]), (given, poisoned[name])):
-                subject.judge_answer(poisoned, case, (name,))
+            one, two = clean[name], poisoned[name]
+            differs = not torch.equal(one, two) and not bool(two.isnan().any())
+            if differs and subject.varies(case, name, (given, one), (given, two)):
                 continue
-            subject.expect_equal(clean[name], poisoned[name], case, name, "the result changed where memory that the call allocated held NaN")
+            message = "the result changed where memory that the call allocated held NaN"
+            subject.expect_equal(one, two, case, name, message)
 
 
 def _handed(subject: Subject, case: Case, given: Inputs, *, poison: bool) -> Answer | None:

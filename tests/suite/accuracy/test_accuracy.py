@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -316,3 +317,24 @@ def replace_first(tensor: Tensor, number: float) -> Tensor:
     changed = tensor.clone()
     changed[0, 0, 0, 0] = number
     return changed
+
+
+def test_what_the_readme_says_of_a_wrong_scale() -> None:
+    """An error of 0.1 % in the scale, which allclose does not see."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, dout = (torch.randn(2, 4, 256, 64, generator=generator, requires_grad=number < 3) for number in range(4))
+
+    def answer(scale: float) -> list[Tensor]:
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
+        return [out.detach(), *torch.autograd.grad(out, (query, key, value), dout)]
+
+    wrong, right = answer(1.001 / 8.0), answer(1.0 / 8.0)
+    largest = max(float((one - other).abs().max()) for one, other in zip(wrong, right, strict=True))
+    tensors = (query.detach(), key.detach(), value.detach(), dout, *wrong)
+    given: dict[str, Any] = dict(zip(("query", "key", "value", "dout", "out", "dq", "dk", "dv"), tensors, strict=True))
+    verdicts = flashproof.judge(**given)
+    rho = max(judged.worst_rho for judged in verdicts.values())
+    readme = " ".join((Path(__file__).resolve().parents[3] / "README.md").read_text().split())
+    limit, times = re.search(r"differ by less than ([0-9.]+)\. .* more than (\d+) times as large", readme).groups()  # type: ignore[union-attr]
+    assert largest < float(limit)
+    assert rho > float(times)

@@ -14,6 +14,7 @@ from flashproof.impls.spec import arithmetic_of_callables
 from flashproof.reports import wording
 from flashproof.reports.record import Judgement, Record
 from flashproof.signatures import of_callable
+from flashproof.space import space_of
 from flashproof.subject import Subject
 from flashproof.tensors import inputs
 from flashproof.tests.suite.accuracy.kernels import answered, sdpa
@@ -75,7 +76,7 @@ def failures(kernel: Callable[..., Tensor], line: str, note: str = "") -> tuple[
 
     case, records = Case.parse(f"b1 h2 q40 d32 {line}"), list[Record]()
     implementation = of_callable(counted, kernel.__name__)
-    subject = Subject(implementation, case.dtype, "cpu", "accuracy/forward", [case], run="", emit=records.append)
+    subject = Subject(implementation, case.dtype, "cpu", "accuracy/forward", space_of(implementation), [case], run="", emit=records.append)
     for _ in range(2):
         answer = subject.attend(case, backward=True)
         assert answer is not None

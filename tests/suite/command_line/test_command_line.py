@@ -56,10 +56,10 @@ BROKEN_CHECK = '''
 from flashproof import Subject, check, grids
 
 
-@check("accuracy", grid=grids.summed)
+@check("accuracy", grid=grids.lines("b1 h2 q20 k20 d16"))
 def test_broken(subject: Subject) -> None:
     """Raises."""
-    subject.judge(subject.cases[0], ("out",))
+    subject.judge(subject.cases[0])
     raise LookupError("no such tile")
 '''
 
@@ -126,7 +126,6 @@ def test_exit_status(kernels: Path, options: list[str], status: int, words: str)
         (" ", "is empty"),
         ("q4 causl", "the word 'causl' is unknown; close: causal, causal-br; a case looks like"),
         ("q4 zzz", "the word 'zzz' is unknown; a case looks like"),
-        ("q4 no_grad", "the word 'no_grad' says how a kernel is called, which is up to each check; leave it out"),
         ("q4 k.summed", "the word 'k.summed' is unknown; close: "),
         ("q4 k8 packed", "sharing: packed needs as many queries as keys"),
         ("q100000000 k100000000", r"need 1907 GiB while they are made, and \d+ GiB are left"),
@@ -161,8 +160,8 @@ def test_a_check_that_an_exception_ends(kernels: Path) -> None:
     plain = ["-p", "no:cacheprovider", f"--rootdir={ROOT}", f"--config-file={ROOT}/pyproject.toml", "-q", "-n0"]
     ended = subprocess.run([sys.executable, "-m", "pytest", *plain, *asked, str(check)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 1, ended.stdout + ended.stderr
-    judged, ended_by = [each for each in record.read(records) if isinstance(each, record.Judgement)]
-    assert (judged.tensor, judged.status) == ("out", "passed")
+    *judged, ended_by = [each for each in record.read(records) if isinstance(each, record.Judgement)]
+    assert [(one.tensor, one.status) for one in judged] == [(name, "passed") for name in ("out", "dq", "dk", "dv")]
     assert (ended_by.status, ended_by.message) == ("failed", "the check was ended by LookupError: no such tile")
 
 

@@ -4,19 +4,19 @@ import os
 import signal
 import time
 from collections.abc import Generator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 
-from flashproof import grids, search
+from flashproof import search
 from flashproof.cases import Case
-from flashproof.impls.spec import DTYPES, Dtype, Supports
+from flashproof.impls.spec import DTYPES, OWN_KERNELS, Dtype
 from flashproof.search import Budget, Search
+from flashproof.space import Space
 from flashproof.tensors import inputs
 
-EVERYTHING = Supports(
-    causal=("top_left", "bottom_right"), scale="finite", grouped_heads=True, cross_lengths=True, strided=True, block_mask=True, dropout=True, lse=True
-)
+SPACE = Space(replace(OWN_KERNELS, block_mask=True))
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_the_first_interrupt_ends_the_searches_of_every_process(begun: None) -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_case_that_is_drawn_can_be_built(begun: None, dtype: Dtype) -> None:
     @settings(max_examples=60, derandomize=True, deadline=None, database=None)
-    @given(grids.drawn(EVERYTHING, dtype))
+    @given(search.drawn(SPACE, dtype))
     def build(case: Case) -> None:
         assert Case.parse(str(case)) == case
         assert inputs(case).query.isfinite().all()

@@ -553,7 +553,7 @@ def test_said_once(tmp_path: Path, processes: str) -> None:
     (tmp_path / "mine.py").write_text(ONCE)
     named = [f"--impl={tmp_path}/mine.py:{kernel}" for kernel in SAID_ONCE]
     command = [sys.executable, "-m", "pytest", "tests/contract/test_call.py", *named, processes, "-q", "-p", "no:cacheprovider", "--assert=plain"]
-    command += ["-k", "test_answers or test_inputs_stay", f"--records={tmp_path}/records.jsonl"]
+    command += ["-k", "test_answers or test_calls_agree", f"--records={tmp_path}/records.jsonl"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     said = ended.stdout + ended.stderr
     assert ended.returncode == pytest.ExitCode.TESTS_FAILED, said

@@ -1,18 +1,37 @@
 """docs/checks.md: every check, what it asks, its cases, and the mutants that it rejects first."""
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from flashproof.impls.spec import DTYPES, Device
+from flashproof.impls.spec import DTYPES, OWN_KERNELS, Device, Implementation
 from flashproof.registry import Check, checks
 from flashproof.reports import mutants
 from flashproof.reports.evidence import gather
 from flashproof.reports.record import LAYERS
+from flashproof.space import FACTORS, space_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "checks.md"
 MATRIX = ROOT / "reports" / "records" / "mutants.jsonl.gz"
+# A kernel that claims all that shapes cases.
+KERNEL = Implementation(name="", attention=lambda *_: None, supports=replace(OWN_KERNELS, block_mask=True))
 SHOWN = 6  # mutants of a check whose names the page shows
+SPACE = """
+## The space of cases
+
+A case is a point in a space of factors. A level is a value that kernels may have code of their own for. The checks that
+are named after a way of calling share one covering array of the space. Every pair of levels that the claims allow, and
+that a run has room for, stands in some case of the array. `--thorough` makes an array with every triple.
+
+| factor | levels |
+| --- | --- |
+"""
+COVERED = """
+These are {factors} factors with {levels} levels. The array of a kernel that claims all of them has {cases} cases on a
+CPU. They hold all {pairs} pairs, and {share} % of the {triples} triples.
+"""
 HEAD = """\
 # The checks
 
@@ -22,9 +41,9 @@ flashproof runs a check for every implementation that claims one of its cases. A
 - **Cases**: how many cases the check has for one dtype, on a CPU and on a GPU. An implementation is given those that it
   claims.
 - **Needs**: a claim without which the check is not run.
-- **Mutants**: kernels with a deliberate fault each, the reason why a check exists. Every check was tried on every
-  mutant, in each dtype. "7 first, 2 only here" says that this check rejects seven mutants that pass all checks above it
-  in some dtype, and that two of the seven pass all other checks there.
+- **Mutants**: kernels with a deliberate fault each, the reason why a check exists. A mutant names the check that must
+  reject it. "3 named, 7 first" says that three mutants name this check, and that seven pass all checks above it in some
+  dtype and are rejected here.
 
 This page is generated: `python -m flashproof.tests.suite.documents` writes it from the checks and from the last full
 trial of the mutants.
@@ -34,7 +53,7 @@ trial of the mutants.
 def page() -> str:
     """The text of the page."""
     caught = _caught()
-    parts = [HEAD]
+    parts = [HEAD, SPACE, *(f"| {factor.name} | {_listed(factor.levels)} |\n" for factor in FACTORS), _covered()]
     for layer in LAYERS:
         parts.append(f"\n## {layer.capitalize()}\n")
         parts.append("\n| check | what it asks | cases | needs | mutants |\n| --- | --- | --- | --- | --- |\n")
@@ -42,38 +61,61 @@ def page() -> str:
     return "".join(parts)
 
 
-def _row(check: Check, first: list[str], alone: list[str]) -> str:
+def _listed(levels: Sequence[str]) -> str:
+    """The levels of a factor. The multiples of eight, of which there are many, are named by their ends."""
+    eighths = [level for level in levels if level.isdigit() and int(level) % 8 == 0]
+    if len(eighths) < 10:
+        return ", ".join(levels)
+    ends = f"each multiple of 8 from {min(map(int, eighths))} to {max(map(int, eighths))}"
+    return ", ".join([ends, *(level for level in levels if level not in eighths)])
+
+
+def _covered() -> str:
+    """What the array of a kernel that claims everything holds, on a CPU."""
+    space = space_of(KERNEL)
+    pairs, triples = space.coverage
+    return COVERED.format(
+        factors=len(FACTORS),
+        levels=sum(len(factor.levels) for factor in FACTORS),
+        cases=len(space.array),
+        pairs=pairs.possible,
+        share=f"{100.0 * triples.share:.0f}",
+        triples=triples.possible,
+    )
+
+
+def _row(check: Check, first: list[str], named: list[str]) -> str:
     needs = ", ".join(f"`{claim}`" for claim in check.claims)
-    cells = [f"`{check.name}`", check.says, _cases(check), needs, _mutants(first, alone)]
+    cells = [f"`{check.name}`", check.says, _cases(check), needs, _mutants(first, named)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
 def _cases(check: Check) -> str:
     def count(device: Device) -> str:
-        counts = sorted({len(check.grid(dtype, device)) for dtype in DTYPES})
+        space = space_of(KERNEL, device=device)
+        counts = sorted({len(check.grid(space, dtype)) for dtype in DTYPES})
         return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
     on_cpu, on_gpu = count("cpu"), count("cuda")
     return on_cpu if on_cpu == on_gpu else f"{on_cpu}; GPU {on_gpu}"
 
 
-def _mutants(first: list[str], alone: list[str]) -> str:
-    if not first and not alone:
+def _mutants(first: list[str], named: list[str]) -> str:
+    if not first and not named:
         return ""
-    names = [*alone, *(name for name in first if name not in alone)]
+    names = [*named, *(name for name in first if name not in named)]
     shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
-    only = f", {len(alone)} only here" if alone else ""
-    return f"{len(first)} first{only}: {shown}"
+    return f"{len(named)} named, {len(first)} first: {shown}"
 
 
 def _caught() -> dict[str, tuple[list[str], list[str]]]:
-    """The mutants that each check rejects first, and those of them that no other check rejects."""
+    """The mutants that each check is the first to reject, and those that name it."""
     mutation = gather([MATRIX]).mutation
     first: defaultdict[str, list[str]] = defaultdict(list)
-    alone: defaultdict[str, list[str]] = defaultdict(list)
+    named: defaultdict[str, list[str]] = defaultdict(list)
     for row in mutants.rows(mutation) if mutation else ():
         for name in row.first if row.counts else ():
             first[name].append(row.specimen.name)
-        for name in row.alone if row.counts else ():
-            alone[name].append(row.specimen.name)
-    return {name: (first[name], alone[name]) for name in checks()}
+        if row.counts:
+            named[row.specimen.check].append(row.specimen.name)
+    return {name: (first[name], named[name]) for name in checks()}

@@ -1,9 +1,10 @@
 """`python -m flashproof.tests.suite.mutants` tries every mutant and every right kernel by every check and by the rules in
 use elsewhere. It writes records, and their page.
 
-    python -m flashproof.tests.suite.mutants [NAME ...] [-o RECORDS] [-j PROCESSES]
+    python -m flashproof.tests.suite.mutants [NAME ...] [-o RECORDS] [-j PROCESSES] [--in-turn]
 
-The status is 0 if every mutant was rejected in each dtype that it names, and no right kernel was; 1 otherwise.
+The status is 0 if every mutant was rejected in a dtype that it names, by a check that it names, and no right kernel was; 1
+otherwise.
 """
 
 import argparse
@@ -26,13 +27,12 @@ from flashproof.impls.spec import DTYPES, Dtype, Implementation
 from flashproof.reports.pages import write_site
 from flashproof.reports.record import Judge, Record, Specimen, Trial, append
 from flashproof.settings import Settings
+from flashproof.space import space_of
 from flashproof.tests.suite.mutants import mutant, rules, trial, variants
 
 KERNELS = ("tiled.fa1", "tiled.fa2", "tiled.block_sparse", "sdpa.math")  # right, and not ours alone: torch's SDPA on a CPU
-# Of a kernel that Triton's interpreter or the CPU twin runs, a pass over all checks takes up to a minute: it is tried in one dtype, on at most so many cases
-# of each check, and by the rules on their own inputs alone. Memory is measured at two lengths.
+# A kernel that Triton's interpreter or the CPU twin runs is tried in one dtype, and by the rules on their own inputs alone. Memory is measured at two lengths.
 SLOW = ("triton.", "cuda.")
-SLOW_CASES = 6
 MEMORY_CASES = 2
 
 
@@ -53,17 +53,21 @@ class Job:
         return catalogue.load(self.specimen.name)
 
 
-def jobs(run: str, names: Sequence[str]) -> list[Job]:
-    """All that is to be tried, those together that share exact results. Raises ValueError for a name that no specimen's holds."""
+def jobs(run: str, names: Sequence[str], *, in_turn: bool = False) -> list[Job]:
+    """All that is to be tried, those together that share exact results. in_turn: each variant in one dtype.
+
+    Raises ValueError for a name that no specimen's holds.
+    """
     found = []
     for one in mutant.every():
         patch = "\n".join(f"{patch.file or mutant.source_of(one.of)}\n- {_indented(patch.old, '- ')}\n+ {_indented(patch.new, '+ ')}" for patch in one.patches)
         about = {"fault": one.fault, "origin": one.origin, "says": one.says, "of": one.of, "check": one.check, "survives": one.survives}
         specimen = Specimen(run=run, name=one.name, kind="mutant", patch=patch, **about)
-        dtypes = one.dtypes[:1] if _is_slow(one.of) else one.dtypes
-        found += [Job(specimen, dtype, one) for dtype in dtypes]
-    for variant in variants.every():
-        found += [Job(Specimen(run=run, name=variant.name, kind="variant", says=variant.says), dtype) for dtype in DTYPES]
+        of_mutant = one.dtypes[:1] if _is_slow(one.of) else one.dtypes
+        found += [Job(specimen, dtype, one) for dtype in of_mutant]
+    for number, variant in enumerate(variants.every()):
+        dtypes = DTYPES[number % 3 :][:1] if in_turn else DTYPES
+        found += [Job(Specimen(run=run, name=variant.name, kind="variant", says=variant.says), dtype) for dtype in dtypes]
     for name in KERNELS:
         found += [Job(Specimen(run=run, name=name, kind="kernel", says=catalogue.load(name).summary), dtype) for dtype in DTYPES]
     for name in names:
@@ -78,11 +82,9 @@ def _is_slow(name: str) -> bool:
 
 
 def _cases(check: registry.Check, job: Job, implementation: Implementation) -> list[Case]:
-    """The cases of a check that a specimen is tried on: all, but where that would take too long; never without the mutant's own."""
-    cases = check.cases(implementation, job.dtype)
-    most = MEMORY_CASES if check.name.startswith("memory/") else SLOW_CASES if _is_slow(job.specimen.of) else len(cases)
-    own = Case.parse(f"{job.patched.case} {job.dtype}") if job.patched and job.patched.case else None
-    return [case for number, case in enumerate(cases) if number < most or case == own]
+    """The cases of a check that a specimen is tried on: all, but where that would take too long."""
+    cases = check.cases(implementation, job.dtype, space_of(implementation))
+    return cases[:MEMORY_CASES] if check.name.startswith("memory/") else cases
 
 
 def _indented(text: str, sign: str) -> str:
@@ -99,10 +101,16 @@ def judges(run: str) -> list[Judge]:
 
 
 def tried(job: Job) -> list[Trial]:
-    """What every judge says of a specimen. Its fault may be one of the process: it is loaded anew for each."""
+    """What the judges say of a specimen. Its fault may be one of the process: it is loaded anew for each.
+
+    A mutant is asked by the checks that it names, and then by all others, until one rejects it.
+    """
     specimen, dtype = job.specimen, job.dtype
-    found = []
-    for check in registry.checks().values():
+    found: list[Trial] = []
+    named = mutant.asked(job.patched) if job.patched and not specimen.survives else []
+    for check in [*named, *(check for check in registry.checks().values() if check not in named)]:
+        if job.patched and any(one.rejected for one in found):
+            break
         implementation = job.implementation()
         outcome = trial.ask(check, implementation, dtype, _cases(check, job, implementation))
         if outcome.verdict != "not claimed":
@@ -110,7 +118,8 @@ def tried(job: Job) -> list[Trial]:
             found.append(
                 Trial(run=specimen.run, specimen=specimen.name, judge=check.name, dtype=dtype, rejected=rejected, case=outcome.case, said=outcome.said)
             )
-    ours = [] if _is_slow(specimen.of) else registry.checks()["accuracy/forward"].cases(job.implementation(), dtype)
+    plain = registry.checks()["gradients/backward"]
+    ours = [] if _is_slow(specimen.of) else plain.cases(job.implementation(), dtype, space_of(job.implementation()))
     for inputs, cases in (("theirs", rules.their_inputs(dtype, "cpu")), ("ours", ours)):
         if not cases:
             continue
@@ -131,11 +140,11 @@ def all_tried(work: list[Job], processes: int) -> Iterator[tuple[Job, list[Trial
             yield job, tried(job)
         return
     with multiprocessing.get_context("fork").Pool(processes) as pool:
-        yield from zip(work, pool.imap(tried, work, chunksize=8), strict=True)
+        yield from zip(work, pool.imap(tried, work, chunksize=1), strict=True)
 
 
 def wrong(job: Job, trials: list[Trial]) -> str | None:
-    """What the suite got wrong about a specimen, in words."""
+    """What the suite got wrong about a specimen, in words. trials: in all dtypes."""
     rejections = {one.judge: one for one in trials if one.rejected and one.judge in registry.checks()}
     if job.specimen.kind != "mutant":
         return "; ".join(f"false alarm of {name}: {one.case}: {one.said}" for name, one in rejections.items()) or None
@@ -143,7 +152,8 @@ def wrong(job: Job, trials: list[Trial]) -> str | None:
         return f"no longer survives: {', '.join(rejections)}" if rejections else None
     if not rejections:
         return "survives"
-    return None if job.specimen.check in rejections else f"not rejected by {job.specimen.check}, but by {', '.join(rejections)}"
+    named = {check.name for check in mutant.asked(job.patched)} if job.patched else set()
+    return None if named & set(rejections) else f"not rejected by {job.specimen.check}, but by {', '.join(rejections)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -152,10 +162,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="only specimens whose name holds this")
     parser.add_argument("-o", "--output", type=Path, metavar="RECORDS", help="where the records go, instead of a file of its own in reports/runs")
     parser.add_argument("-j", "--processes", type=int, default=1, metavar="PROCESSES", help="1 unless given")
+    parser.add_argument("--in-turn", action="store_true", help="variants in one dtype each, which takes half as long")
     options = parser.parse_args(arguments)
     run = run_name()
     try:
-        work = jobs(run, options.names)
+        work = jobs(run, options.names, in_turn=options.in_turn)
     except ValueError as error:
         parser.exit(2, f"{error}\n")
     for name in sorted({job.patched.of for job in work if job.patched}):
@@ -168,16 +179,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     records: list[Record] = [environment(run, whole=False, command=command), *judges(run)]
     for record in records:
         append(path, record)
-    told: set[str] = set()
+    told: dict[str, tuple[Job, list[Trial]]] = {}
     for job, trials in all_tried(work, options.processes):
         if job.specimen.name not in told:
             append(path, job.specimen)
-            told.add(job.specimen.name)
+        told.setdefault(job.specimen.name, (job, []))[1].extend(trials)
         for one in trials:
             append(path, one)
+    for name, (job, trials) in told.items():
         if words := wrong(job, trials):
             faults += 1
-            print(f"{job.specimen.name}, {job.dtype}: {words}", flush=True)
+            print(f"{name}: {words}", flush=True)
     print(f"{len(told)} specimens in {time.monotonic() - started:.0f} s, {faults} of which the suite is wrong")
     print(f"records: {path}\nreport:  {write_site([path], settings.report)}")
     return 1 if faults else 0

@@ -312,12 +312,14 @@ def kernel(spy: Spy) -> Implementation:
     return Implementation(name="combination", attention=attention, supports=SUPPORTS)
 
 
+SPACE = space_of(kernel(Spy()))
+
 # --------------------------------------------------------------------------------------------------------------- drawing
 
 
 def points(seed: str) -> Iterator[Case]:
     """Random points of the space: for each factor any level that the levels before it leave."""
-    space, chance = space_of(SUPPORTS), random.Random(seed)
+    space, chance = SPACE, random.Random(seed)
     while True:
         row = [OPEN] * len(FACTORS)
         order = list(range(len(FACTORS)))
@@ -376,7 +378,8 @@ def _rejected(mutant: Mutant, case: Case) -> bool:
     implementation = kernel(Spy(mutant))
     for one in ways.computed(implementation, case, "cpu", UNOBSERVED):
         names = tuple(name for name in one.answer.tensors if name in ("out", "lse", *ways.wanted(one.case)))
-        verdicts = judging.judge(one.answer, one.case, implementation.arithmetic(case.dtype, "cpu"), names, one.given)
+        claim = ways.arithmetic(implementation, one.case, "cpu")
+        verdicts = judging.judge(one.answer, one.case, claim, names, one.given)
         if not all(judged.passed for judged in verdicts):
             return True
     return False
@@ -397,7 +400,7 @@ class Seen:
 def seen_by(check: Check, dtype: Dtype) -> list[Seen]:
     """What the calls of a check show, for each of its cases."""
     found = []
-    for case in check.cases(kernel(Spy()), dtype):
+    for case in check.cases(kernel(Spy()), dtype, SPACE):
         spy = Spy(watches=True)
         trial.ask(check, kernel(spy), dtype, [case])
         found.append(Seen(check.name, case, tuple(spy.seen)))
@@ -444,7 +447,7 @@ def measured(count: int, seed: str, processes: int) -> list[Result]:
     """So many mutants of each kind, drawn anew, and what the checks of a default run say of them."""
     context = multiprocessing.get_context("fork")
     work = [(name, dtype) for name in checks() if not name.startswith("memory/") for dtype in DTYPES]
-    assert space_of(SUPPORTS).array  # made before the forks
+    assert SPACE.array  # made before the forks
     with context.Pool(processes) as pool:
         _LOG[:] = [seen for part in pool.map(_seen, work, chunksize=1) for seen in part]
         drawn = pool.map(_drawn, [(kind, count, seed) for kind in get_args(Kind)], chunksize=1)

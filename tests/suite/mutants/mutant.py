@@ -20,6 +20,7 @@ import msgspec
 
 from flashproof.impls.catalogue import CATALOGUE
 from flashproof.impls.spec import Dtype, Implementation
+from flashproof.registry import Check, checks
 
 ROOT = Path(__file__).resolve().parents[3]
 FAULTS = Path(__file__).parent / "faults"
@@ -45,10 +46,20 @@ class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     of: str  # the implementation that it patches, by its name in the catalogue
     patches: list[Patch]
     dtypes: list[Dtype]  # those in which it shows, the one that is tried first in front
-    check: str = ""  # that must reject it
-    case: str = ""  # the case of that check's grid on which it is tried first, without dtype; "" for all of them
+    check: str = ""  # that must reject it; "array": any check that draws its cases from the covering array
     survives: str = ""
     fault: str = ""  # its class: the name of its file
+
+
+ARRAY = "array"
+
+
+def asked(mutant: Mutant) -> list[Check]:
+    """The checks of which one must reject it, the likeliest first."""
+    if mutant.check != ARRAY:
+        return [checks()[mutant.check]]
+    of_array = [check for check in checks().values() if check.call]
+    return sorted(of_array, key=lambda check: check.call not in ("plain", "forward"))
 
 
 def every() -> list[Mutant]:

@@ -15,6 +15,7 @@ from flashproof.registry import Check
 from flashproof.reports.evidence import size, worst_rho
 from flashproof.reports.record import Judgement, Record
 from flashproof.reports.wording import bias_line, number, rho
+from flashproof.space import space_of
 from flashproof.subject import Subject
 
 Verdict = Literal["accepted", "rejected", "not claimed"]
@@ -68,10 +69,11 @@ SEARCH = (hypothesis.Phase.generate, hypothesis.Phase.target)  # the cases of th
 
 def ask(check: Check, implementation: Implementation, dtype: Dtype, cases: Sequence[Case] | None = None) -> Outcome:
     """Runs one check on one implementation, over the check's grid or over some cases of it, up to the first failure."""
-    chosen = check.cases(implementation, dtype) if cases is None else list(cases)
+    space = space_of(implementation)
+    chosen = check.cases(implementation, dtype, space) if cases is None else list(cases)
     if not chosen:
         return Outcome("not claimed")
-    about: dict[str, Any] = {"implementation": implementation, "dtype": dtype, "device": "cpu", "check": check.name, "cases": chosen, "run": ""}
+    about: dict[str, Any] = {"implementation": implementation, "dtype": dtype, "device": "cpu", "check": check.name, "space": space, "cases": chosen, "run": ""}
     subject = Subject(**about, emit=_stop_at_failure, explains=False)
     needed = inspect.signature(check.function).parameters
     arguments = {"subject": subject} | ({"recorder": _Unrecorded()} if "recorder" in needed else {})

@@ -274,3 +274,23 @@ def test_around_zero_a_unit_is_the_smallest_step() -> None:
     smallest = torch.tensor([2.0**-149])
     assert verdict.ulps(smallest, of(0.0)).tolist() == [1.0]
     assert bounds.output_roundoff(torch.float32) == torch.finfo(torch.float32).eps / 2
+
+
+def test_results_that_repeat_are_one_sample_of_a_bias() -> None:
+    """All are rounded to the same side; of numbers that differ, half are."""
+    step = 2.0**-10
+    repeated = torch.full((64, 64), 1.0 + 0.4 * step, dtype=torch.float64)
+    rounded_up = torch.full((64, 64), 1.0 + step, dtype=torch.float16)
+    assert verdict.bias(rounded_up, repeated, torch.full_like(repeated, 1e-9)) is None
+    spread_out = 1.0 + torch.rand(64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = verdict.bias((spread_out + 0.9 * step).to(torch.float16), spread_out, torch.full_like(spread_out, 1e-9))
+    assert found
+    assert found.leans
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_an_overflow_is_right_where_the_exact_result_overflows(sign: float) -> None:
+    """float16 ends at 65504, and rounds from 65520 on to infinity."""
+    infinite = torch.tensor([sign * math.inf], dtype=torch.float16)
+    for exact, rho in ((65600.0, 0.0), (65500.0, 0.0), (60000.0, math.inf), (-70000.0, math.inf)):
+        assert verdict.rho(infinite, torch.tensor([sign * exact], dtype=torch.float64), torch.tensor([30.0], dtype=torch.float64)).value == rho

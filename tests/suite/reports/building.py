@@ -60,7 +60,6 @@ def claim(implementation: str = "triton.fa2", run: str = CPU, **fields: Any) -> 
         "supports": SUPPORTS,
         "arithmetic": ARITHMETIC,
         "bare": False,
-        "one_code": {"cuda": ["float16", "bfloat16"]},
     }
     return Claim(run=run, implementation=implementation, **(defaults | fields))
 

@@ -7,20 +7,19 @@ import pytest
 import torch
 
 from flashproof.cases import CALLS, Call, Case, not_claimed
-from flashproof.impls.spec import DTYPES, Supports
-from flashproof.space import FACTORS, PLAIN, case_of, levels, simplest, space_of
+from flashproof.impls.spec import Supports
+from flashproof.space import FACTORS, PLAIN, Space, case_of, levels, simplest
 from flashproof.tensors import inputs, memory
 from flashproof.tests.suite.mutants.combinations import SUPPORTS, points
 
-FULL = space_of(SUPPORTS)
-MODEST = Supports(causal=("top_left",), dims=(16, 128), dim_multiple=16, dtypes=("float16", "bfloat16"))
+MODEST = Supports(causal=("top_left",), dims=(8, 128), dim_multiple=8, dtypes=("float16", "bfloat16"))
 POINTS = [case for case, _ in zip(points("test"), range(60), strict=False)]
 
 
 @pytest.mark.parametrize("supports", [SUPPORTS, MODEST], ids=["full", "modest"])
 def test_the_array_holds_every_pair(supports: Supports) -> None:
     """Counted on the lines of the cases, and not by what made them."""
-    space = space_of(supports, tuple(dtype for dtype in DTYPES if dtype in supports.dtypes))
+    space = Space(supports)
     shown = [levels(Case.parse(str(case))) for case in space.array]
     found = {pair for row in shown for pair in combinations(row.items(), 2)}
     assert len(found) == space.coverage[0].covered == space.coverage[0].possible
