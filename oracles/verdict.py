@@ -12,6 +12,7 @@ from flashproof.impls.shapes import Float
 from flashproof.oracles import bounds
 
 BIAS_BLOCKS = 64  # blocks of rows, or of columns, over which the standard error of the bias is taken, at most
+BIAS_FEWEST_VALUES = 8  # different results; sixteen of a normal distribution count as ten
 BIAS_SAMPLE = 4096  # elements of which is seen how many of them differ
 BIAS_FEWEST_BLOCKS = 16  # with fewer rows or columns, a standard error says too little and bias is not judged
 
@@ -118,7 +119,7 @@ def bias(actual: Tensor, exact: Float[Tensor, "..."], float32_bound: Float[Tenso
     unit = (bounds.worst_unit(rows, actual.dtype) if in_ulps else float32_bound.reshape(rows.shape)).sum()
     beyond = got - rows.to(actual.dtype).to(torch.float64)  # the error less that of the correctly rounded result
     finite = (got.isfinite() & rows.isfinite()).all()
-    figures = [unit, float32_bound.sum(), (finite & (_distinct(rows) >= BIAS_FEWEST_BLOCKS)).to(torch.float64)]
+    figures = [unit, float32_bound.sum(), (finite & (_distinct(rows) >= BIAS_FEWEST_VALUES)).to(torch.float64)]
     for sign in (rows.sign(), None):
         weighted = beyond if sign is None else beyond * sign
         own = [(cast.reshape(rows.shape) if sign is None else cast.reshape(rows.shape) * sign).sum().abs() for cast in casts]
