@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flashproof import diagnosis
-from flashproof.cases import Case
+from flashproof.cases import PLAIN_CALLS, Case
 from flashproof.diagnosis import declines, told
 from flashproof.impls.spec import Implementation, Supports
 from flashproof.sandbox.process_state import left_alone
@@ -26,6 +26,7 @@ TENSORS: tuple[TensorName, ...] = get_args(TensorName)
 GRADIENTS: tuple[TensorName, ...] = ("dq", "dk", "dv")  # of query, key and value, in this order
 
 
+_About = tuple[str, Case, tuple[tuple[int, ...], ...], bool]
 Run = Callable[[Callable[..., object], tuple[Tensor, ...], dict[str, object]], object]
 """What makes a call: it is given the function, query, key and value, and the keywords."""
 
@@ -203,8 +204,7 @@ def attend(
     A refusal is an exception of a kind that says "not this input" (`diagnosis.declines`), at the first call and of a
     bare callable only. An implementation with claims has said what it takes.
     """
-    strides = tuple(tensor.stride() for tensor in _given(inputs).values())
-    about = (implementation.name, replace(case, seed=0), strides, backward)
+    about = _about(implementation, case, inputs, backward=backward)
     try:
         call = forward(implementation, case, inputs, wanted=GRADIENTS if backward else (), observer=observer)
         answer = go_back(call, plain=True) if backward and call.carries_gradient else call.answer()
@@ -216,9 +216,14 @@ def attend(
     return answer
 
 
-_answered: set[tuple[str, Case, tuple[tuple[int, ...], ...], bool]] = (
-    set()
-)  # of an implementation, whatever the seed, with backward or without
+def _about(implementation: Implementation, case: Case, inputs: Inputs, *, backward: bool) -> _About:
+    """What a kernel that answers it once must always answer: a call, whatever its values, and whatever ran before."""
+    strides = tuple(tensor.stride() for tensor in _given(inputs).values())
+    call = "plain" if case.call in PLAIN_CALLS else case.call
+    return implementation.name, replace(case, seed=0, call=call), strides, backward
+
+
+_answered: set[_About] = set()  # of an implementation, whatever the seed, with backward or without
 
 
 def forward(
@@ -254,7 +259,10 @@ def forward(
         except BaseException as error:
             if _is_the_users(error):
                 raise
-            raise _failed_forward(error, implementation, inputs) from error
+            ended = _failed_forward(error, implementation, inputs)
+            if isinstance(ended, Refused) and _about(implementation, case, inputs, backward=False) in _answered:
+                raise Fault(f"refused a case that it had answered before: {ended}") from error
+            raise ended from error
     seconds = time.perf_counter() - started
     tensors = _outputs(returned, implementation, case, inputs)
     for name, tensor in tensors.items():
@@ -266,6 +274,7 @@ def forward(
             "and the caller's stream does not wait for that one"
         )
     _check_untouched(given, before)
+    _answered.add(_about(implementation, case, inputs, backward=False))
     return Forward(
         implementation,
         observer,

@@ -102,6 +102,16 @@ CALLS: dict[Call, str] = {
     "autocast": "under torch.autocast",
 }
 WITHOUT_BACKWARD: tuple[Call, ...] = ("forward", "no_grad", "inference")
+# Plain calls, though others run before them.
+PLAIN_CALLS: tuple[Call, ...] = (
+    "plain",
+    "accumulated",
+    "twice",
+    "two-forwards",
+    "after-another",
+    "renewed",
+    "readdressed",
+)
 OF_DOUT: tuple[Layout, ...] = ("pooled", "summed")  # layouts that only an output gradient has
 
 TENSORS = ("q", "k", "v", "do")  # query, key, value and output gradient, as the words of a case name them
