@@ -56,6 +56,7 @@ class Covering:
         self._weight = (weight / weight.max())[self.factor].astype(np.float32)
         self.pairs = self._possible_pairs()
         self.triples = self._possible_triples()
+        self.forgotten: list[list[int]] = []  # pairs and triples that were found to be impossible
         self.open_pairs = self.pairs.copy()
         self.open_triples = self.triples.copy()
         self.used = np.zeros(
@@ -91,7 +92,7 @@ class Covering:
             row = self._completed(wanted) if self.allowed(self._row(*wanted)) else None
             if row is not None:
                 return self.add(row)
-            self._forget(wanted)
+            self.forget(wanted)
         return None
 
     def _wanted(self) -> list[int] | None:
@@ -123,8 +124,9 @@ class Covering:
             triples[np.ix_(levels, levels, levels)] = False
         return (int(self.open_pairs.sum() - pairs.sum()) // 2, int(self.open_triples.sum() - triples.sum()) // 6)
 
-    def _forget(self, levels: Sequence[int]) -> None:
-        """Marks a pair or a triple as impossible."""
+    def forget(self, levels: Sequence[int]) -> None:
+        """Marks a pair or a triple as impossible. levels: numbers among all levels."""
+        self.forgotten.append(list(levels))
         if len(levels) == 2:
             places = np.ix_(levels, levels)
             self.pairs[places] = self.open_pairs[places] = False

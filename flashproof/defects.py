@@ -10,7 +10,11 @@ A file of them is a list of tables:
     seen = "autocast is not supported"
     link = "https://..."                        # where it is reported, or why it is accepted
 
-Every field is required.
+Every field is required. One more may follow: the levels of the cases that fail, where others of the check pass
+(docs/checks.md has the factors and their levels). With it, "*" stands for every check:
+
+    checks = ["*"]
+    where = {batch = "over 65535 with heads", mask = ["causal", "causal-br"]}
 """
 
 import ast
@@ -22,14 +26,17 @@ from pathlib import Path
 from typing import get_args
 
 from flashproof import loading
+from flashproof.cases import Case
 from flashproof.impls import catalogue
 from flashproof.impls.catalogue import close
 from flashproof.impls.spec import DTYPES, Device
 from flashproof.registry import checks
 from flashproof.reports.record import LAYERS
+from flashproof.space import FACTORS, levels
 
 LISTS = ("dtypes", "checks")
 ALIKE = 0.8  # of two names, the share of letters that makes one a misspelling of the other
+WHERE, EVERY = "where", "*"
 TEXTS = ("implementation", "device", "seen", "link")
 
 
@@ -44,6 +51,12 @@ class Defect:
     seen: str
     link: str
     place: str  # "known_defects.toml, entry 2"
+    where: tuple[tuple[str, tuple[str, ...]], ...] = ()  # factors, and their levels in the cases that fail
+
+    def is_of(self, case: Case) -> bool:
+        """Whether a case is one of those that fail."""
+        found = levels(case)
+        return all(found[factor] in known for factor, known in self.where)
 
 
 def read(path: Path) -> list[Defect]:
@@ -68,7 +81,8 @@ def check_names(defects: list[Defect]) -> None:
     """Raises ValueError, which names the entry, for a check or an implementation that is misspelt."""
     for defect in defects:
         for check in defect.checks:
-            _check_name(check, f"{defect.place}: checks")
+            if check != EVERY or not defect.where:
+                _check_name(check, f"{defect.place}: checks")
         _check_implementation(defect.implementation, f"{defect.place}: implementation")
 
 
@@ -77,8 +91,10 @@ def _entry(entry: object, place: str) -> Defect:
     fields: dict[str, object] = entry if isinstance(entry, dict) else {}
     known = (*TEXTS[:2], *LISTS, *TEXTS[2:])
     for name in fields:
-        if name not in known:
-            raise ValueError(f"{place}: there is no field {name!r}{close(name, known)}; give {', '.join(known)}")
+        if name not in (*known, WHERE):
+            raise ValueError(
+                f"{place}: there is no field {name!r}{close(name, (*known, WHERE))}; give {', '.join(known)}"
+            )
     for name in known:
         if name not in fields:
             raise ValueError(f"{place}: the field {name} is missing; give {', '.join(known)}")
@@ -93,7 +109,27 @@ def _entry(entry: object, place: str) -> Defect:
     for dtype in lists["dtypes"]:
         _check_one_of(dtype, DTYPES, f"{place}: dtypes")
     texts["implementation"] = loading.spelled(texts["implementation"])
-    return Defect(**texts, **lists, place=place)  # type: ignore[arg-type]
+    where = _where(fields.get(WHERE, {}), f"{place}: {WHERE}")
+    return Defect(**texts, **lists, place=place, where=where)  # type: ignore[arg-type]
+
+
+def _where(given: object, field: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The levels of factors that an entry names."""
+    known = {factor.name: factor.levels for factor in FACTORS}
+    if not isinstance(given, dict):
+        raise ValueError(f"{field} is {given!r}; give a table of factors and levels, as {{mask = 'causal'}}")
+    found = []
+    for factor, level in given.items():
+        if factor not in known:
+            raise ValueError(
+                f"{field}: there is no factor {factor!r}{close(factor, list(known))}; give {', '.join(known)}"
+            )
+        named = level if isinstance(level, list) else [level]
+        for word in named:
+            if word not in known[factor]:
+                raise ValueError(f"{field}: {factor} has no level {word!r}; give {', '.join(known[factor])}")
+        found.append((factor, tuple(named)))
+    return tuple(found)
 
 
 def _check_one_of(word: str, known: tuple[str, ...], field: str) -> None:

@@ -158,10 +158,7 @@ def _exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
     if is_certified(problem):
         return exact_of(problem, arithmetic, _enclosed(case), backward=case.backward).on_cpu()
     bounded = exact_of(problem, arithmetic, backward=case.backward).on_cpu()
-    if case.keys >= SAMPLED_FROM:
-        _check_sampled_rows(case, problem, bounded)
-        return replace(bounded, certainty="sampled")
-    return bounded
+    return replace(bounded, certainty="sampled") if case.keys >= SAMPLED_FROM else bounded
 
 
 def is_certified(problem: Problem, most: int = CERTIFIED_PRODUCTS) -> bool:
@@ -269,16 +266,6 @@ def _on_cpu(answer: Attention) -> Attention:
     return _each(answer, Tensor.cpu)
 
 
-def _check_sampled_rows(case: Case, problem: Problem, truth: Exact) -> None:
-    """The float64 oracle, held against balls at the rows where tiles begin and end.
-
-    A disagreement is a fault of the suite and ends the run.
-    """
-    if _is_first(f"{case} on {problem.query.device.type}"):
-        names = BY_ROWS if case.backward else BY_ROWS[:2]
-        check_rows(problem, truth.answer, truth.error, 0, case.heads - 1, sampled_rows(case.queries), names)
-
-
 def sampled_rows(length: int) -> list[int]:
     """The rows of a long sequence that are enclosed: where tiles begin and end."""
     return sorted({row for row in (0, 1, 63, 64, length // 2, length - 2, length - 1) if 0 <= row < length})
@@ -315,7 +302,7 @@ def judge(
     truth = truth_of(answer, case, arithmetic, given)
     verdicts = [judge_tensor(answer[name].cpu(), name, truth) for name in names if name in answer]
     if truth.certainty == "sampled":
-        _check_worst_row(verdicts, case, truth)
+        _check_some_rows(verdicts, case, truth)
     return verdicts
 
 
@@ -326,16 +313,18 @@ def truth_of(answer: Answer, case: Case, arithmetic: Arithmetic, given: Inputs |
     return exact(case, arithmetic, answer["out"].device.type)
 
 
-def _check_worst_row(verdicts: list[Judged], case: Case, truth: Exact) -> None:
-    """Holds the oracle against balls at the row where the kernel is furthest off.
+def _check_some_rows(verdicts: list[Judged], case: Case, truth: Exact) -> None:
+    """Holds the float64 oracle against balls in the head where the kernel is furthest off.
 
-    Gradients of keys have no rows of their own to enclose.
+    The rows are the one where it is furthest off, and those where tiles begin and end. A disagreement is a fault of the
+    suite and ends the run. Gradients of keys have no rows of their own to enclose.
     """
     place = worst_row(verdicts)
     if place and _is_first(f"{case} at {place}"):
         batch, head, row = place
+        edges = sampled_rows(case.queries) if _is_first(f"{case} sampled") else []
         names = BY_ROWS if case.backward else BY_ROWS[:2]
-        check_rows(inputs(case).problem(case), truth.answer, truth.error, batch, head, [row], names)
+        check_rows(inputs(case).problem(case), truth.answer, truth.error, batch, head, sorted({row, *edges}), names)
 
 
 def worst_row(verdicts: Sequence[Judged]) -> tuple[int, int, int] | None:

@@ -1,4 +1,4 @@
-"""How long Hypothesis searches: by default ten cases, always the same ones.
+"""How long Hypothesis searches: by default ten cases, always the same ones; four where a case takes seconds.
 
 `--hypothesis-profile dev | ci | thorough` names a profile. `--search 5000`, `30s`, `10m` or `8h` sets the cases or the
 time of each search, and searches thoroughly. The first Ctrl-C then ends the searches in every process of the run, with
@@ -22,7 +22,8 @@ from flashproof.cases import Case
 from flashproof.impls.spec import Dtype
 from flashproof.space import Space
 
-EXAMPLES = 10  # per search, implementation and dtype; the interpreter takes about a second for each
+EXAMPLES = 10  # per search, implementation and dtype
+FEW_EXAMPLES = 4  # where each takes seconds, as in an interpreter, or where it is compiled
 THOROUGH_EXAMPLES = 5000
 ROUND = 300  # cases of one Hypothesis run, of which a search by time makes as many as fit
 
@@ -112,8 +113,9 @@ def drawn(draw: st.DrawFn, space: Space, dtype: Dtype) -> Case:
 class Search:
     """One search: as many runs of Hypothesis as its budget allows."""
 
-    def __init__(self) -> None:
-        budget = _asked or Budget(examples=THOROUGH_EXAMPLES if is_thorough() else EXAMPLES)
+    def __init__(self, *, is_slow: bool = False) -> None:
+        few = FEW_EXAMPLES if is_slow else EXAMPLES
+        budget = _asked or Budget(examples=THOROUGH_EXAMPLES if is_thorough() else few)
         self.examples = budget.examples
         self.deadline = None if budget.seconds is None else time.monotonic() + budget.seconds
 

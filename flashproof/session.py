@@ -16,7 +16,7 @@ import pytest
 import torch
 from threadpoolctl import threadpool_limits
 
-from flashproof import defects, judging, quick, search
+from flashproof import defects, judging, quick, search, space
 from flashproof.defects import Defect
 from flashproof.environment import environment, run_name
 from flashproof.impls.spec import Device, Implementation
@@ -156,6 +156,7 @@ class Session:
         threadpool_limits(1, user_api="blas")
         share_triton_cache()
         judging.share(self.shared)
+        space.share(self.shared)
         if self.role == "main":
             if self.asked and not self.times:
                 self.check_places()
@@ -190,23 +191,26 @@ class Session:
             cases=self.clock.limited(cases) if self.clock else cases,
             run=self.run,
             emit=lambda record: self.attach(item, record),
-            defect=self.defect(check, target),
+            defects=self._defects_of(check, target),
             observer=self.worker or self.journal,
         )
 
     def defect(self, check: Check, target: Target) -> Defect | None:
-        """The known defect of an implementation that a check would find. A single case may well pass: it has none."""
+        """The known defect that a check finds in an implementation, whatever the cases."""
+        return next((defect for defect in self._defects_of(check, target) if not defect.where), None)
+
+    def _defects_of(self, check: Check, target: Target) -> list[Defect]:
+        """The known defects that a check may find in an implementation. A single case may well pass: it has none."""
         if self.selection.cases:
-            return None
-        for defect in self.defects:
-            if (
-                defect.implementation == target.name
-                and defect.device == target.device
-                and target.dtype in defect.dtypes
-                and check.name in defect.checks
-            ):
-                return defect
-        return None
+            return []
+        about = (target.name, target.device)
+        return [
+            defect
+            for defect in self.defects
+            if (defect.implementation, defect.device) == about
+            and target.dtype in defect.dtypes
+            and {check.name, defects.EVERY} & set(defect.checks)
+        ]
 
     def gone(self, item: pytest.Item) -> str:
         """What to do about a known defect that a check no longer finds."""

@@ -8,12 +8,17 @@ To add a level, add its word to its factor. To add a factor, add it to `FACTORS`
 `of` how it is read off a case. What cannot stand together is in `_RULES`.
 """
 
+import hashlib
 import math
+import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
+from pathlib import Path
 from typing import Any, Literal, get_args
+
+import msgspec
 
 from flashproof.cases import (
     CALLS,
@@ -422,7 +427,7 @@ Effort = Literal["quick", "default", "thorough"]
 _OF_A_CPU = Room(work=2.0**25, numbers=2.0**21.5, cases=600)
 _OF_A_GPU = replace(_OF_A_CPU, work=2.0**26)
 _FEW_DIMS = ("64", "8", "16", "40", "80", "96", "128", "256", "odd")
-_OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=180, dims=_FEW_DIMS)
+_OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS)
 _OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=256)
 _CASES_OF_A_QUICK_RUN = 60
 
@@ -449,6 +454,22 @@ def _smallest(known: Known) -> Case:
         keys=min(_possible(known, "keys")),
         dim=min(_DIMS[known.get("head dim", "8")]),
     )
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """The rows of an array, and the pairs and triples that were found to be impossible."""
+
+    rows: list[Row]
+    forgotten: list[list[int]]
+
+
+_shared: Path | None = None
+
+
+def share(folder: Path) -> None:
+    """Names the folder in which the processes of a run leave one another the rows of their arrays."""
+    global _shared  # noqa: PLW0603
+    _shared = folder
 
 
 class Space:
@@ -536,11 +557,40 @@ class Space:
 
         return allowed
 
-    @cached_property
-    def _covering(self) -> Covering:
+    def _nothing_covered(self) -> Covering:
         sizes = [len(self.levels[factor.name]) for factor in FACTORS]
         costs = [[factor.cost_of(level) for level in self.levels[factor.name]] for factor in FACTORS]
         return Covering(sizes, self.allowed, [factor.weight for factor in FACTORS], costs)
+
+    @cached_property
+    def _covering(self) -> Covering:
+        """With the rows of the array."""
+        covering = self._nothing_covered()
+        for levels in self._rows.forgotten:
+            covering.forget(levels)
+        for row in self._rows.rows:
+            covering.add(row)
+        return covering
+
+    @cached_property
+    def _rows(self) -> "Rows":
+        """Those of the array, in the order in which they complete most pairs, as one process of the run found them."""
+        about = f"{self.supports} {self.levels} {self.room}"
+        path = _shared and _shared / f"{hashlib.sha256(about.encode()).hexdigest()}.rows"
+        if path and path.exists():
+            return msgspec.json.decode(path.read_bytes(), type=Rows)
+        covering, rows = self._nothing_covered(), list[Row]()
+        while (self.room.pairs and covering.open_pairs.any()) or len(rows) < self.room.cases:
+            row = covering.next_row()
+            if row is None:
+                break
+            rows.append(row)
+        found = Rows(rows, covering.forgotten)
+        if path and path.parent.is_dir():
+            half = path.with_suffix(f".{os.getpid()}")
+            half.write_bytes(msgspec.json.encode(found))
+            half.replace(path)  # whole or not at all
+        return found
 
     def case(self, row: Row, number: int) -> Case:
         levels = {factor.name: self.levels[factor.name][level] for factor, level in zip(FACTORS, row, strict=True)}
@@ -554,14 +604,8 @@ class Space:
 
     @cached_property
     def array(self) -> list[Case]:
-        """The covering array, in the order in which its cases complete most pairs."""
-        found: list[Case] = []
-        while (self.room.pairs and self._covering.open_pairs.any()) or len(found) < self.room.cases:
-            row = self._covering.next_row()
-            if row is None:
-                break
-            found.append(self.case(row, len(found)))
-        return found
+        """The covering array."""
+        return [self.case(row, number) for number, row in enumerate(self._rows.rows)]
 
     def _long(self) -> list[Case]:
         """As many keys as queries in the longest classes: plain cases, since there is no room for more."""
@@ -579,15 +623,13 @@ class Space:
     @property
     def coverage(self) -> tuple[Coverage, Coverage]:
         """Of the pairs and the triples that are claimed and have room: how many stand in the array."""
-        assert self.array  # which counts
         return self._covering.coverage
 
     @cached_property
     def left_out(self) -> tuple[int, int]:
         """How many pairs the claims forbid, and how many of the others the run has no room for."""
-        boundless = Room(work=math.inf, numbers=math.inf, cases=0)
-        claimed = Space(self.supports, self.dtypes, self.device, boundless)._covering.possible_pairs
-        everything = Space(_EVERYTHING, DTYPES, self.device, boundless)._covering.possible_pairs
+        claimed = _possible_pairs(self.supports, tuple(self.dtypes), self.device)
+        everything = _possible_pairs(_EVERYTHING, DTYPES, self.device)
         return everything - claimed, claimed - self.coverage[0].possible
 
     def row(self, case: Case) -> Row | None:
@@ -599,7 +641,6 @@ class Space:
 
     def completed(self, cases: Sequence[Case]) -> tuple[int, int]:
         """How many pairs and triples these cases hold that the array does not."""
-        assert self.array  # which counts
         rows = [row for case in cases if (row := self.row(case))]
         return self._covering.completed(rows)
 
@@ -621,6 +662,13 @@ class Space:
 
 
 _EVERYTHING = replace(OWN_KERNELS, block_mask=True)
+
+
+@lru_cache(maxsize=64)
+def _possible_pairs(supports: Supports, dtypes: tuple[Dtype, ...], device: Device) -> int:
+    """How many pairs of levels these claims allow, whatever room there is."""
+    boundless = Room(work=math.inf, numbers=math.inf, cases=0)
+    return Space(supports, dtypes, device, boundless)._nothing_covered().possible_pairs
 
 
 class Sketch(Space):

@@ -4,6 +4,7 @@ Whatever the way, each answer is judged by its own bound.
 """
 
 import threading
+import traceback
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -69,6 +70,7 @@ class _Of:
 
 
 LARGEST_BATCH = 8  # to which another one is added
+
 # ------------------------------------------------------------------------------------------------ one forward each
 
 
@@ -103,7 +105,13 @@ def _deterministic() -> Generator[None]:
 
 
 def _checkpointed(attention: Callable[..., object], leaves: tuple[Tensor, ...], keywords: dict[str, object]) -> object:
-    return torch.utils.checkpoint.checkpoint(partial(attention, **keywords), *leaves, use_reentrant=False)
+    try:
+        return torch.utils.checkpoint.checkpoint(partial(attention, **keywords), *leaves, use_reentrant=False)
+    except BaseException as error:
+        # PyTorch 2.11 leaves its hooks for saved tensors in place until these frames are freed. Every later backward of
+        # this process would run the call again.
+        traceback.clear_frames(error.__traceback__)
+        raise
 
 
 def _compiled(attention: Callable[..., object], leaves: tuple[Tensor, ...], keywords: dict[str, object]) -> object:

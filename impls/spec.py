@@ -92,13 +92,14 @@ class Arithmetic:
     # Where the contributions to a gradient are added up. "heads": each query head's in float32, and those of the heads of a group in the input dtype.
     gradients: Literal["float32", "heads", "input"] = "float32"
     exp_ulps: float = 2.0  # error of the exponential, in units of the last place
+    exp_smallest: float = 2.0**-126  # a float32 exponential below this may be answered as 0
     key_tile: int | None = None  # keys per step of the online softmax; None: unknown, taken at its worst
     query_tile: int | None = None  # queries per step of the backward, for gradients="input"
 
     def __post_init__(self) -> None:
         """Raises ValueError for a field that cannot be read."""
         check_types(self, Arithmetic)
-        for name, least in (("exp_ulps", 0), ("key_tile", 1), ("query_tile", 1)):
+        for name, least in (("exp_ulps", 0), ("exp_smallest", 0), ("key_tile", 1), ("query_tile", 1)):
             check_number(self, name, least=least)
 
 

@@ -132,8 +132,7 @@ def units_of(problem: Problem, claim: "Claim") -> Units:
         # The operands of a product are rounded to the input dtype, and so is the product.
         product=3.0 * _ROUNDOFF[dtype] if arithmetic.products == "input" else _PRODUCTS[arithmetic.products],
         eps_e=2.0 * arithmetic.exp_ulps * elementary,
-        # An exponential is a power of two times a number up to 2: where the power underflows, twice as much may be lost.
-        eta=2.0 * _UNDERFLOW[torch.float64 if arithmetic.accumulate == "float64" else torch.float32] + (_UNDERFLOW[dtype] if cast else 0.0),
+        eta=(_UNDERFLOW[torch.float64] if arithmetic.accumulate == "float64" else arithmetic.exp_smallest) + (_UNDERFLOW[dtype] if cast else 0.0),
         tiny=_UNDERFLOW[dtype],
         tiles=tiles,
         row_sum=min(keys, arithmetic.key_tile + tiles) if arithmetic.key_tile else keys,

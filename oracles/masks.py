@@ -12,6 +12,7 @@ from torch import Tensor
 from flashproof.impls.shapes import Bool, Int
 from flashproof.impls.spec import Alignment
 
+Which = int | Int[Tensor, " heads"]  # a batch entry or a head, or those of several heads
 BLOCK = 128  # scores that share one entry of a block mask: 128 queries by 128 keys
 
 
@@ -39,8 +40,12 @@ class Mask:
             return self.keys
         return max(1, min(self.keys, stop if self.causal == "top_left" else stop + self.keys - self.queries))
 
-    def visible(self, batch: int, head: int, rows: Int[Tensor, " rows"], keys: int | None = None) -> Bool[Tensor, "rows keys"]:
-        """Whether each of the queries `rows` of one batch and query head sees each of the first `keys`. On the device of `rows`."""
+    def visible(self, batch: Which, head: Which, rows: Int[Tensor, " rows"], keys: int | None = None) -> Bool[Tensor, "*heads rows keys"]:
+        """Whether each of the queries `rows` of a batch and query head sees each of the first `keys`.
+
+        On the device of `rows`. batch, head: numbers, or tensors of them, for as many heads; one mask for all heads has
+        no dimension of heads.
+        """
         keys = self.keys if keys is None else keys
         query = rows.to(torch.int64)[:, None]
         key = torch.arange(keys, device=rows.device)[None, :]
@@ -54,7 +59,7 @@ class Mask:
         if self.blocks is not None:
             blocks = self.blocks.to(rows.device)
             table = blocks[batch if blocks.shape[0] > 1 else 0, head if blocks.shape[1] > 1 else 0]
-            seen &= table[query // BLOCK, key // BLOCK]
+            seen = seen & table[..., query // BLOCK, key // BLOCK]
         return seen
 
 
@@ -69,13 +74,16 @@ class Dropout:
     p: float = 0.0
     seed: int = 0
 
-    def kept(self, batch: int, head: int, rows: Int[Tensor, " rows"], keys: int) -> Bool[Tensor, "rows keys"]:
-        """Whether the weight of each of the queries `rows` on each key is kept. `head` counts query heads."""
+    def kept(self, batch: Which, head: Which, rows: Int[Tensor, " rows"], keys: int) -> Bool[Tensor, "*heads rows keys"]:
+        """Whether the weight of each of the queries `rows` on each key is kept. `head` counts query heads.
+
+        batch, head: numbers, or tensors of them, for as many heads.
+        """
+        batches, heads = (torch.as_tensor(which, device=rows.device)[..., None, None] for which in (batch, head))
         if self.p == 0.0:
-            return torch.ones((len(rows), keys), dtype=torch.bool, device=rows.device)
-        columns = torch.arange(keys, dtype=torch.int64, device=rows.device)[None, :].expand(len(rows), keys)
-        queries = rows.to(torch.int64)[:, None].expand(len(rows), keys)
-        word = philox_first_word((columns, queries, torch.full_like(columns, head), torch.full_like(columns, batch)), self.seed)
+            return torch.ones((*heads.shape[:-2], len(rows), keys), dtype=torch.bool, device=rows.device)
+        columns = torch.arange(keys, dtype=torch.int64, device=rows.device)
+        word = philox_first_word((columns, rows.to(torch.int64)[:, None], heads, batches), self.seed)
         return word >= math.ceil(self.p * 2.0**32)  # p 2^32 is exact in double: w < p 2^32 is w < ceil(p 2^32)
 
 
@@ -83,7 +91,10 @@ _WORD = 0xFFFFFFFF
 
 
 def philox_first_word(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> Int[Tensor, "..."]:
-    """First output word of Philox 4x32-10 for each counter, in [0, 2^32). Words are held in int64, whose products wrap modulo 2^64."""
+    """First output word of Philox 4x32-10 for each counter, in [0, 2^32).
+
+    The words of a counter broadcast. They are held in int64, whose products wrap modulo 2^64.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(10):

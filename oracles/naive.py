@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashproof.impls.shapes import Bool, Float
+from flashproof.impls.shapes import Bool, Float, Int
 from flashproof.oracles.problem import Problem
 
 # Scores held at once in each of the matrices of a block. On a CPU a matrix of 2 MiB stays in the cache from one step to the next; a GPU is
@@ -206,17 +206,21 @@ def _visible(problem: Problem, heads: slice, of_head: slice, keys: int) -> Bool[
     if mask.causal is None and mask.blocks is None:
         return None
     positions = torch.arange(of_head.start, of_head.stop, device=device)
-    places = [divmod(head, problem.query.shape[1]) for head in range(heads.start, heads.stop)]
     if mask.is_one_for_all_heads:
-        places = places[:1]
-    return torch.stack([mask.visible(batch, head, positions, keys) for batch, head in places])
+        return mask.visible(0, 0, positions, keys)[None]
+    return mask.visible(*_batches_and_heads(problem, heads), positions, keys).expand(heads.stop - heads.start, -1, -1)
 
 
 def _kept(problem: Problem, heads: slice, of_head: slice, keys: int) -> Bool[Tensor, "heads rows keys"]:
     """What dropout keeps of the weights of rows of some heads."""
     positions = torch.arange(of_head.start, of_head.stop, device=problem.query.device)
-    places = [divmod(head, problem.query.shape[1]) for head in range(heads.start, heads.stop)]
-    return torch.stack([problem.dropout.kept(batch, head, positions, keys) for batch, head in places])
+    return problem.dropout.kept(*_batches_and_heads(problem, heads), positions, keys)
+
+
+def _batches_and_heads(problem: Problem, heads: slice) -> tuple[Int[Tensor, " heads"], Int[Tensor, " heads"]]:
+    """The batch and the query head of each of some heads of all batches."""
+    numbers = torch.arange(heads.start, heads.stop, device=problem.query.device)
+    return numbers // problem.query.shape[1], numbers % problem.query.shape[1]
 
 
 def attention(problem: Problem, block_scores: int | None = None) -> Attention:

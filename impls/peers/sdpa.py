@@ -7,7 +7,7 @@ not take is refused, with PyTorch's reasons. The pin covers the backward pass: i
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -86,9 +86,11 @@ def arithmetic_of_math(dtype: Dtype, device: Device) -> Arithmetic:
 def arithmetic_of_flash_cpu(dtype: Dtype, device: Device) -> Arithmetic:
     """Key tiles of 512, query tiles of 32 to 256. In 16 bit a tile's contribution is added to the 16-bit gradient itself, not to a float32 sum.
 
-    The exponential is the vector library's fast one, of 20 ulps (aten `FlashAttentionKernel.cpp`).
+    The exponential is the vector library's fast one, of 20 ulps (aten `FlashAttentionKernel.cpp`). It makes 2^n as 2 x 2^(n - 1), with n rounded to
+    nearest. 2^-127 is flushed to 0, and so is every exponential below 2^-125.5. Measured: exp(x) is 0 up to x = -86.98997, which is -125.5 ln 2.
     """
-    return Arithmetic(accumulate="fma", exp_ulps=20.0, key_tile=512, query_tile=32, gradients="float32" if dtype == "float32" else "input")
+    gradients: Literal["float32", "input"] = "float32" if dtype == "float32" else "input"
+    return Arithmetic(accumulate="fma", exp_ulps=20.0, exp_smallest=2.0**-125.5, key_tile=512, query_tile=32, gradients=gradients)
 
 
 def arithmetic_by_heads(dtype: Dtype, device: Device) -> Arithmetic:

@@ -1,4 +1,4 @@
-"""What a run has to do, shared out: shapes among dtypes that run one code, tests among processes."""
+"""How the tests of a run are dealt to its processes."""
 
 import os
 from types import SimpleNamespace
@@ -8,18 +8,6 @@ import torch
 from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
 from flashproof import processes, session
-from flashproof.impls import catalogue
-from flashproof.impls.spec import Device, Implementation
-
-DEVICES: tuple[Device, ...] = ("cpu", "cuda")
-SHARING = [(name, device) for name in catalogue.names(["triton.*", "cuda.*"]) for device in DEVICES]
-
-
-def loaded(name: str) -> Implementation:
-    try:
-        return catalogue.load(name)
-    except ImportError as error:
-        pytest.skip(str(error))
 
 
 def test_triton_cache_is_one_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:

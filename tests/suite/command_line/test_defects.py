@@ -56,6 +56,10 @@ def entry(**changed: str) -> str:
             "entry 1: implementation: mine.py does not define 'rigth'; close: right",
         ),
         (entry(implementation='"yours.py:right"'), "entry 1: implementation: there is no file 'yours.py'"),
+        (entry(checks='["*"]'), r"entry 1: checks: there is no check '\*'"),
+        (entry(where='"causal"'), "entry 1: where is 'causal'; give a table of factors and levels"),
+        (entry(where='{masks = "causal"}'), "entry 1: where: there is no factor 'masks'; close: mask; give dtype, call"),
+        (entry(where='{mask = ["lower"]}'), "entry 1: where: mask has no level 'lower'; give full, causal, causal-br"),
         (entry(implementation='"tiled.fa22"'), "entry 1: implementation: 'tiled.fa22' is unknown; close: tiled.fa2"),
     ],
 )
@@ -89,3 +93,20 @@ def test_a_defect_that_is_gone(project: Path) -> None:
     assert "\na known defect is gone: contract/answers passes mine.py:right in float32 on cpu; take" in said
     assert "out of known.toml, entry 1\n" in said
     assert "XPASS" not in said
+
+
+def test_a_defect_of_some_cases(project: Path) -> None:
+    """Their failures are expected, those of other cases are not, and none of them need fail."""
+    mine = project / "mine.py"
+    mine.write_text(
+        mine.read_text() + "\n\ndef causal(query, key, value, is_causal=False):\n    return (wrong if is_causal else right)(query, key, value, is_causal)\n"
+    )
+    words = ["mine.py:causal", "-k", "over_lengths or answers", "--dtype", "fp32", "--records", "run.jsonl"]
+    for levels, wanted, said in (
+        ('{mask = "causal"}', 0, "1 with a known defect"),
+        ('{mask = "full"}', 1, "a wrong answer"),
+    ):
+        (project / "known.toml").write_text(entry(implementation='"mine.py:causal"', checks='["*"]', where=levels))
+        status, text = run(project, *words)
+        assert status == wanted, text
+        assert (said in text) == (wanted == 0), text

@@ -157,7 +157,12 @@ def of_forward(tensors: tuple[Tensor, ...], keywords: dict[str, Any]) -> tuple[S
     }
     shown |= {f"layout of {name}": _layout(tensor) for name, tensor in zip("qkv", tensors, strict=True)}
     shown |= {f"address of {name}": _address(tensor) for name, tensor in zip("qkv", tensors, strict=True)}
-    sizes = {
+    return shown, sizes_of(batch, heads, kv_heads, queries, keys, dim)
+
+
+def sizes_of(batch: int, heads: int, kv_heads: int, queries: int, keys: int, dim: int) -> dict[str, int]:
+    """What a threshold may be a limit of."""
+    return {
         "queries": queries,
         "keys": keys,
         "heads": heads,
@@ -165,9 +170,7 @@ def of_forward(tensors: tuple[Tensor, ...], keywords: dict[str, Any]) -> tuple[S
         "batch": batch,
         "batch x heads": batch * heads,
         "head dim": dim,
-        "queries x keys": queries * keys,
     }
-    return shown, sizes
 
 
 def of_backward(dout: Tensor, number: int, interleaved: bool) -> Shows:
@@ -191,10 +194,10 @@ def _kept(query: Tensor, keys: int, keywords: dict[str, Any]) -> Tensor | None:
     p = keywords.get("dropout_p", 0.0)
     if not p:
         return None
-    dropout = Dropout(p, keywords["dropout_seed"])
-    rows = torch.arange(query.shape[2])
-    heads = [torch.stack([dropout.kept(batch, head, rows, keys) for head in range(query.shape[1])]) for batch in range(query.shape[0])]
-    return torch.stack(heads).float() / (1.0 - p)
+    batches, heads = (torch.arange(size) for size in query.shape[:2])
+    dropout, rows = Dropout(p, keywords["dropout_seed"]), torch.arange(query.shape[2])
+    kept = dropout.kept(batches[:, None], heads[None, :].expand(len(batches), -1), rows, keys)
+    return kept.float() / (1.0 - p)
 
 
 def _visible(query: Tensor, keys: int, keywords: dict[str, Any]) -> Tensor | None:
@@ -343,24 +346,21 @@ def mutants(kind: Kind, count: int, seed: str) -> Iterator[tuple[Mutant, Case]]:
     """So many mutants, each with the point that shows it."""
     chance, found = random.Random(f"{kind} {seed}"), 0
     for case in points(f"{kind} {seed}"):
+        beyond: tuple[str, int] | None = None
+        if kind == "threshold":
+            beyond = chance.choice(list(_LIMITS)), 0
+            beyond = beyond[0], int(math.exp(chance.uniform(0.0, math.log(_LIMITS[beyond[0]] + 1))))
+            if sizes_of(case.batch, case.heads, case.kv_heads, case.queries, case.keys, case.dim)[beyond[0]] <= beyond[1]:
+                continue
         spy = Spy(watches=True)
-        answers = list(ways.computed(kernel(spy), case, "cpu", UNOBSERVED))
-        names = ["out", *(["lse"] if case.lse else []), *ways.wanted(case)]
-        tensor = chance.choice(names)
-        shown, sizes = chance.choice([seen for seen in spy.seen if tensor in ("out", "lse") or "backward" in seen[0]])
+        for _ in ways.computed(kernel(spy), case, "cpu", UNOBSERVED):
+            pass  # to see what the calls show
+        tensor = chance.choice(["out", *(["lse"] if case.lse else []), *ways.wanted(case)])
+        shown, _ = chance.choice([seen for seen in spy.seen if tensor in ("out", "lse") or "backward" in seen[0]])
         if tensor in ("out", "lse"):
             shown = {name: level for name, level in shown.items() if name not in of_backward_names()}
-        fault = chance.choice(list(FAULTS))
-        if kind == "threshold":
-            size = chance.choice(list(_LIMITS))
-            limit = int(math.exp(chance.uniform(0.0, math.log(_LIMITS[size] + 1))))
-            mutant = Mutant(kind, (), (size, limit), tensor, fault)  # type: ignore[arg-type]
-            if sizes[size] <= limit:
-                continue
-        else:
-            where = chance.sample(sorted(shown.items()), 2 if kind == "pair" else 3)
-            mutant = Mutant(kind, tuple(where), None, tensor, fault)  # type: ignore[arg-type]
-        del answers
+        where = [] if kind == "threshold" else chance.sample(sorted(shown.items()), 2 if kind == "pair" else 3)
+        mutant = Mutant(kind, tuple(where), beyond, tensor, chance.choice(list(FAULTS)))  # type: ignore[arg-type]
         if _rejected(mutant, case):
             yield mutant, case
             found += 1
@@ -427,10 +427,13 @@ class Result:
     case: str = ""
 
 
+PARTS = 10  # of the mutants of a kind, drawn by themselves
 _LOG: list[Seen] = []  # for the processes that judge, which are forks
 
 
 def _drawn(about: tuple[Kind, int, str]) -> list[Result]:
+    if not about[1]:
+        return []
     return [Result(mutant, point) for mutant, point in mutants(*about)]
 
 
@@ -448,9 +451,12 @@ def measured(count: int, seed: str, processes: int) -> list[Result]:
     context = multiprocessing.get_context("fork")
     work = [(name, dtype) for name in checks() if not name.startswith("memory/") for dtype in DTYPES]
     assert SPACE.array  # made before the forks
+    parts = [(kind, len(range(part, count, PARTS)), f"{seed} {part}") for kind in get_args(Kind) for part in range(PARTS)]
     with context.Pool(processes) as pool:
+        drawn = pool.map(_drawn, parts, chunksize=1)
+        print("drawn", file=sys.stderr)
         _LOG[:] = [seen for part in pool.map(_seen, work, chunksize=1) for seen in part]
-        drawn = pool.map(_drawn, [(kind, count, seed) for kind in get_args(Kind)], chunksize=1)
+        print("every case of the checks is seen", file=sys.stderr)
     with context.Pool(processes) as pool:
         return pool.map(_judged, [one for part in drawn for one in part], chunksize=2)
 

@@ -194,6 +194,17 @@ def test_every_bound_is_finite() -> None:
         assert all(getattr(bound, name).isfinite().all() for name in TENSORS), line
 
 
+def test_an_exponential_that_underflows_early_may_lose_as_much() -> None:
+    """One key weighs 2^-125.7, and its value makes it count."""
+    problem = problem_of("b1 h1 q20 k20 d8 uniform")
+    problem.query[..., 0], problem.key[..., 0] = 1.0, -1000.0
+    problem.key[0, 0, 0, 0], problem.key[0, 0, 1, 0] = 0.0, -125.7 * math.log(2.0) / problem.scale
+    problem.value[:], problem.value[0, 0, 1] = 0.0, 2.0**100
+    exact = naive.attention(problem).out
+    assert (exact > bounds.bounds(problem, Claim(Arithmetic())).out).all()
+    assert (exact < bounds.bounds(problem, Claim(Arithmetic(exp_smallest=2.0**-125.5))).out).all()
+
+
 def test_a_masked_key_has_no_part_in_the_bound() -> None:
     problem = problem_of("b1 h1 q40 k60 d16 causal")  # the last 20 keys are never seen
     loud = replace(problem, key=problem.key.clone(), value=problem.value.clone())

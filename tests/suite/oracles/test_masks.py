@@ -148,6 +148,16 @@ def test_dropout_draws_from_the_counter_of_key_query_head_and_batch() -> None:
     assert torch.equal(Dropout(0.3, SEED).kept(batch, head, torch.tensor([6, 2]), keys), kept[[6, 2]])
 
 
+def test_several_heads_at_once_are_those_heads() -> None:
+    batches, heads, rows = torch.tensor([0, 1, 1]), torch.tensor([2, 0, 2]), torch.arange(130)
+    dropout = Dropout(0.3, SEED)
+    blocks = torch.rand(2, 3, 2, 2, generator=torch.Generator().manual_seed(1)) < 0.5
+    mask = Mask(130, 140, "top_left", blocks)
+    for place, (batch, head) in enumerate(zip(batches.tolist(), heads.tolist(), strict=True)):
+        assert torch.equal(dropout.kept(batches, heads, rows, 140)[place], dropout.kept(batch, head, rows, 140))
+        assert torch.equal(mask.visible(batches, heads, rows)[place], mask.visible(batch, head, rows))
+
+
 def test_a_word_equal_to_the_threshold_is_kept() -> None:
     word = words_of(0, 0, 1, 1)[0][0]
     at, above = word / 2**32, math.nextafter(word / 2**32, 1.0)

@@ -3,10 +3,12 @@
 from typing import get_args
 
 import pytest
+import torch
 
 from flashproof import judging, ways
-from flashproof.calling import UNOBSERVED
+from flashproof.calling import UNOBSERVED, Refused
 from flashproof.cases import Call, Case
+from flashproof.impls.spec import Implementation
 from flashproof.tests.suite.mutants.combinations import Mutant, Spy, kernel
 
 SHOWS: dict[Call, tuple[str, str]] = {  # what some call of the way shows
@@ -65,3 +67,19 @@ def test_only_what_is_wanted_is_answered() -> None:
     case = Case.parse("b1 h2 q20 k24 d16 float32 only-dq-dv seed4")
     (found,) = ways.computed(kernel(Spy()), case, "cpu", UNOBSERVED)
     assert set(found.answer.tensors) == {"out", "lse", "dq", "dv"}
+
+
+def test_a_call_that_raises_in_a_checkpoint_leaves_no_hooks_behind() -> None:
+    """The checkpoint of PyTorch 2.11 does while someone holds the exception: each backward runs the call again."""
+
+    def raises(*tensors: torch.Tensor, **keywords: object) -> torch.Tensor:
+        raise NotImplementedError("no such case")
+
+    implementation = Implementation(name="raises", attention=raises, bare=True)
+    case = Case.parse("b1 h1 q4 k4 d8 float32 checkpointed")
+    with pytest.raises(Refused) as held:
+        list(ways.computed(implementation, case, "cpu", UNOBSERVED))
+    leaf = torch.ones(3, requires_grad=True)
+    (gradient,) = torch.autograd.grad((leaf * leaf).sum(), leaf)
+    assert gradient.tolist() == [2.0, 2.0, 2.0]
+    assert "no such case" in str(held.value)
