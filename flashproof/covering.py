@@ -38,7 +38,8 @@ class Covering:
     sizes: how many levels each factor has. Level 0 of a factor is its plain one. allowed: whether a part of a row may
     stand. A pair or triple that no row can hold, though it is allowed by itself, is found out and counts as impossible.
     weights: of a factor; a triple counts for the product of its three. costs: of the levels of each factor, in new
-    triples; a level that costs is taken where a pair needs it, or many triples.
+    triples; a level that costs is taken where a pair needs it, or many triples. hiding: the levels of each factor that
+    hide faults of others. A row with such a level completes no pair or triple without it.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Covering:
         allowed: Allowed,
         weights: Sequence[float] | None = None,
         costs: Sequence[Sequence[float]] | None = None,
+        hiding: Sequence[Sequence[bool]] | None = None,
     ) -> None:
         self.sizes = tuple(sizes)
         self.allowed = allowed
@@ -63,6 +65,7 @@ class Covering:
             len(self.factor)
         )  # rows that have the level: of two that complete as much, the rarer is taken
         self._costs = np.zeros(len(self.factor)) if costs is None else np.concatenate(costs)
+        self._hiding = np.zeros(len(self.factor), dtype=bool) if hiding is None else np.concatenate(hiding)
         # What makes plain levels the first choice, and of others the ones that come first.
         self._plainly = 1e9 * (np.arange(len(self.factor)) - self.starts[self.factor])
 
@@ -90,7 +93,7 @@ class Covering:
         """A row that completes a pair, or if there is none left, a triple; None if nothing is left to complete."""
         while (wanted := self._wanted()) is not None:
             row = self._completed(wanted) if self.allowed(self._row(*wanted)) else None
-            if row is not None:
+            if row is not None and any(self.completed([row])):
                 return self.add(row)
             self.forget(wanted)
         return None
@@ -109,19 +112,30 @@ class Covering:
 
     def add(self, row: Row) -> Row:
         """Counts what a row completes. The row may come from elsewhere."""
-        levels = [self.starts[factor] + level for factor, level in enumerate(row)]
-        self.open_pairs[np.ix_(levels, levels)] = False
-        self.open_triples[np.ix_(levels, levels, levels)] = False
-        self.used[levels] += 1.0
+        self._close(row, self.open_pairs, self.open_triples)
+        self.used[self._numbers(row)] += 1.0
         return row
+
+    def _numbers(self, row: Row) -> list[int]:
+        """The numbers of its levels among all levels."""
+        return [int(self.starts[factor]) + level for factor, level in enumerate(row)]
+
+    def _close(self, row: Row, pairs: np.ndarray, triples: np.ndarray) -> None:
+        """Takes what a row completes out of open pairs and triples."""
+        levels = self._numbers(row)
+        hiding = [level for level in levels if self._hiding[level]]
+        for found, size in ((pairs, 2), (triples, 3)):
+            if len(hiding) > size:
+                continue
+            parts = [*([level] for level in hiding), *[levels] * (size - len(hiding))]  # all that hide, and any others
+            for order in permutations(range(size)):
+                found[np.ix_(*(parts[place] for place in order))] = False
 
     def completed(self, rows: Sequence[Row]) -> tuple[int, int]:
         """How many open pairs and triples these rows hold. They stay open."""
         pairs, triples = self.open_pairs.copy(), self.open_triples.copy()
         for row in rows:
-            levels = [self.starts[factor] + level for factor, level in enumerate(row)]
-            pairs[np.ix_(levels, levels)] = False
-            triples[np.ix_(levels, levels, levels)] = False
+            self._close(row, pairs, triples)
         return (int(self.open_pairs.sum() - pairs.sum()) // 2, int(self.open_triples.sum() - triples.sum()) // 6)
 
     def forget(self, levels: Sequence[int]) -> None:
@@ -156,6 +170,7 @@ class Covering:
         """
         row = self._row(*chosen)
         gain = np.zeros(len(self.factor))
+        worth_so_far = 0.0  # of what a hiding level would take from the row
         possible = np.ones(len(self.factor), dtype=bool)
         taken: list[int] = []
         for level in chosen:
@@ -164,6 +179,7 @@ class Covering:
             early = [factor for factor in first if row[factor] == OPEN]
             mine = possible & (self.factor == early[0]) if early else possible
             worth = np.where(mine, gain - cost, -np.inf)
+            worth[self._hiding] -= worth_so_far
             while True:
                 level = int(worth.argmax())
                 if worth[level] == -np.inf:
@@ -175,13 +191,24 @@ class Covering:
                 row[factor] = OPEN
                 worth[level] = -np.inf
                 possible[level] = False
+            worth_so_far = 0.0 if self._hiding[level] else worth_so_far + gain[level]
             self._take(level, taken, gain, possible)
         return tuple(row), OPEN
 
     def _take(self, level: int, taken: list[int], gain: np.ndarray, possible: np.ndarray) -> None:
-        gain += _PAIR * self.open_pairs[:, level]
-        if taken:
-            gain += self.open_triples[:, level, taken] @ self._weight[taken] * self._weight[level]
+        """Counts what each level would complete together with this one and those that are taken."""
+        with_it = self.open_triples[:, level] * self._weight[level]
+        before = [other for other in taken if self._hiding[other]]
+        if not before and not self._hiding[level]:
+            gain += _PAIR * self.open_pairs[:, level] + with_it[:, taken] @ self._weight[taken]
+        elif not before:  # nothing counts any more but what is with this level
+            gain[:] = _PAIR * self.open_pairs[:, level] + with_it[:, taken] @ self._weight[taken]
+        elif len(before) == 1 and not self._hiding[level]:
+            gain += with_it[:, before[0]] * self._weight[before[0]]
+        elif len(before) == 1:
+            gain[:] = with_it[:, before[0]] * self._weight[before[0]]
+        elif self._hiding[level]:
+            gain[:] = 0.0
         taken.append(level)
         possible &= self.pairs[:, level]
 

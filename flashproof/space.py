@@ -50,6 +50,7 @@ class Factor:
     levels: their names, the plain one first. of: the level that a case has. draw: the fields that give a case the
     level, from those that the factors before it have set. weight: what a triple with it counts for; 2 where kernels
     choose their code by it. cost: what each level but the plain one costs, in new triples. costs: of single levels.
+    hiding: levels that hide the faults of others.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Factor:
     weight: float = 1.0
     cost: float = 0.0
     costs: Mapping[str, float] = field(default_factory=dict)
+    hiding: Sequence[str] = ()
 
     def cost_of(self, level: str) -> float:
         """What a level costs."""
@@ -203,8 +205,8 @@ def _batch_of(case: Case) -> str:
 
 FACTORS: tuple[Factor, ...] = (
     _field("dtype", DTYPES, weight=2.0),
-    _field("call", [*CALLS], weight=2.0),
-    _field("wanted", get_args(Wanted)),
+    _field("call", [*CALLS], weight=2.0, hiding=WITHOUT_BACKWARD),
+    _field("wanted", get_args(Wanted), cost=RARE, hiding=get_args(Wanted)[1:]),
     _classes("key heads", _HEADS, "kv_heads", lambda case: case.kv_heads),
     Factor(
         "group",
@@ -243,6 +245,7 @@ FACTORS: tuple[Factor, ...] = (
         tuple(_SCALES),
         _scale,
         lambda level, fields, pick: dict(zip(("scale", "number"), _SCALES[level], strict=True)),
+        costs={"zero": RARE},
     ),
     _field("dropout", {"none": 0.0, "some": 0.15, "most": 0.85}, weight=2.0),
     _field("LSE", {"asked": True, "not asked": False}, field="lse"),
@@ -405,7 +408,8 @@ class Room:
 
     work: of one case, batch x heads x queries x keys x (dim + 64). numbers: of its four tensors. cases: how many a run
     has at least. steps: of one case, batch x heads x (4 + tiles of queries x tiles of keys). dims: the head dims.
-    pairs: whether the run has as many cases as all pairs need.
+    pairs: whether the run has as many cases as all pairs need. hiding: factors with levels that hide the faults of
+    others; a case with such a level counts for no pair without it. "wanted" takes a third more cases.
     """
 
     work: float
@@ -414,6 +418,7 @@ class Room:
     steps: float = math.inf
     dims: tuple[str, ...] = tuple(_DIMS)
     pairs: bool = True
+    hiding: tuple[str, ...] = ("call",)
 
     def holds(self, case: Case) -> bool:
         """Whether there is room for a case."""
@@ -424,9 +429,9 @@ class Room:
 
 
 Effort = Literal["quick", "default", "thorough"]
-_OF_A_CPU = Room(work=2.0**25, numbers=2.0**21.5, cases=600)
-_OF_A_GPU = replace(_OF_A_CPU, work=2.0**26)
-_FEW_DIMS = ("64", "8", "16", "40", "80", "96", "128", "256", "odd")
+_OF_A_CPU = Room(work=2.0**25, numbers=2.0**21.5, cases=600, hiding=("call", "wanted"))
+_OF_A_GPU = replace(_OF_A_CPU, work=2.0**26, hiding=("call",))
+_FEW_DIMS = ("64", "16", "80", "96", "128", "256", "odd")
 _OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS)
 _OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=256)
 _CASES_OF_A_QUICK_RUN = 60
@@ -457,10 +462,12 @@ def _smallest(known: Known) -> Case:
 
 
 class Rows(msgspec.Struct, frozen=True):
-    """The rows of an array, and the pairs and triples that were found to be impossible."""
+    """The rows of an array, what they cover, and the pairs and triples that were found to be impossible."""
 
     rows: list[Row]
+    coverage: tuple[Coverage, Coverage]  # of pairs and of triples
     forgotten: list[list[int]]
+    claimed: int  # pairs that the claims allow
 
 
 _shared: Path | None = None
@@ -560,7 +567,11 @@ class Space:
     def _nothing_covered(self) -> Covering:
         sizes = [len(self.levels[factor.name]) for factor in FACTORS]
         costs = [[factor.cost_of(level) for level in self.levels[factor.name]] for factor in FACTORS]
-        return Covering(sizes, self.allowed, [factor.weight for factor in FACTORS], costs)
+        hiding = [
+            [factor.name in self.room.hiding and level in factor.hiding for level in self.levels[factor.name]]
+            for factor in FACTORS
+        ]
+        return Covering(sizes, self.allowed, [factor.weight for factor in FACTORS], costs, hiding)
 
     @cached_property
     def _covering(self) -> Covering:
@@ -585,7 +596,8 @@ class Space:
             if row is None:
                 break
             rows.append(row)
-        found = Rows(rows, covering.forgotten)
+        claimed = _possible_pairs(self.supports, tuple(self.dtypes), self.device)
+        found = Rows(rows, covering.coverage, covering.forgotten, claimed)
         if path and path.parent.is_dir():
             half = path.with_suffix(f".{os.getpid()}")
             half.write_bytes(msgspec.json.encode(found))
@@ -623,14 +635,13 @@ class Space:
     @property
     def coverage(self) -> tuple[Coverage, Coverage]:
         """Of the pairs and the triples that are claimed and have room: how many stand in the array."""
-        return self._covering.coverage
+        return self._rows.coverage
 
     @cached_property
     def left_out(self) -> tuple[int, int]:
         """How many pairs the claims forbid, and how many of the others the run has no room for."""
-        claimed = _possible_pairs(self.supports, tuple(self.dtypes), self.device)
         everything = _possible_pairs(_EVERYTHING, DTYPES, self.device)
-        return everything - claimed, claimed - self.coverage[0].possible
+        return everything - self._rows.claimed, self._rows.claimed - self.coverage[0].possible
 
     def row(self, case: Case) -> Row | None:
         """The row of a case. None if it has a level that is not of this space."""

@@ -5,7 +5,8 @@ the output is read, rescaled, normalised and written back at every step, with it
 tensors of a whole head), the scores never do. The backward pass computes the weights again from m and ell, in the same order: dK and dV of a tile of
 keys stay on chip, dQ is added to in device memory.
 
-Shapes: Bc = ceil(M / 4d) keys and Br = min(Bc, d) queries for a chip that holds M numbers, d = head dim; the last tile of a length is as short as it is.
+Shapes: Bc = ceil(M / 4d) keys and Br = min(Bc, d) queries for a chip that holds M numbers, d = head dim. Br is 16 at least: the paper's is one query for
+d = 1. The last tile of a length is as short as it is.
 """
 
 from itertools import product
@@ -24,7 +25,7 @@ ON_CHIP = 32 * 1024  # M: float32 numbers in 128 KiB, the shared memory of one m
 def tile_sizes(dim: int) -> tuple[int, int]:
     """Br and Bc: a tile each of queries, keys, values and outputs, and one of scores, fit on the chip (Algorithm 1, line 1)."""
     key_tile = -(-ON_CHIP // (4 * dim))
-    return min(key_tile, dim), key_tile
+    return min(key_tile, max(dim, 16)), key_tile
 
 
 @Attention

@@ -29,10 +29,12 @@ def method(device: str) -> Method:
 
 
 def _peak_on_gpu(call: Callable[[], Result]) -> tuple[int, Result]:
-    # The thread of autograd may still hold the gradients of the last backward. It frees them before it runs another.
-    leaf = torch.zeros(1, device="cuda", requires_grad=True)
-    torch.autograd.grad(2.0 * leaf, leaf)
+    # The thread of autograd may still hold the gradients of the last backward. It frees them before it runs another,
+    # which has no bytes here. Memory that another stream has used is freed when some is allocated.
+    leaf = torch.zeros(0, device="cuda", requires_grad=True)
+    torch.autograd.grad((2.0 * leaf).sum(), leaf)
     torch.cuda.synchronize()
+    torch.empty(1, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     result = call()

@@ -67,3 +67,13 @@ def test_rows_from_elsewhere_count() -> None:
     covering = Covering((2, 2), lambda row: True)
     covering.add((0, 1))
     assert len(all_rows(covering)) == 3
+
+
+def test_a_level_that_hides_faults_counts_for_its_own_pairs_alone() -> None:
+    hiding = [[False, True, True], [False, False, True], [False] * 4]
+    covering = Covering((3, 3, 4), lambda row: True, hiding=hiding)
+    rows = all_rows(covering)
+    for i, j in combinations(range(3), 2):
+        for a, b in product(range(len(hiding[i])), range(len(hiding[j]))):
+            (other,) = {0, 1, 2} - {i, j}
+            assert any(row[i] == a and row[j] == b and not hiding[other][row[other]] for row in rows), (i, j, a, b)

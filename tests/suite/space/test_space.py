@@ -1,14 +1,16 @@
 """The space of cases: what is drawn has the levels that were asked for, and the array holds every pair of them."""
 
 from itertools import combinations
+from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
 
+from flashproof import space
 from flashproof.cases import CALLS, Call, Case, not_claimed
 from flashproof.impls.spec import Supports
-from flashproof.space import FACTORS, PLAIN, Space, case_of, levels, simplest
+from flashproof.space import FACTORS, PLAIN, Room, Space, case_of, levels, simplest
 from flashproof.tensors import inputs, memory
 from flashproof.tests.suite.mutants.combinations import SUPPORTS, points
 
@@ -72,3 +74,13 @@ def test_the_simplest_case_keeps_what_it_needs() -> None:
     case = Case.parse(line.replace(" packed-kv", "").replace("q150 k150", "q200 k200"))
     found = simplest(case, lambda other: other.mask == "causal" and other.layouts[1] == "columns")
     assert {name for name, level in levels(found).items() if level != PLAIN[name]} == {"mask", "layout of k"}
+
+
+def test_an_array_is_left_for_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = Room(work=2.0**16, numbers=2.0**16, cases=0, dims=("64",))
+    found = Space(Supports(), room=room)
+    monkeypatch.setattr(space, "_shared", tmp_path)
+    first, second = (Space(Supports(), room=room) for _ in range(2))
+    assert (first.array, first.left_out) == (found.array, found.left_out)
+    monkeypatch.setattr(Space, "_nothing_covered", None)  # the second one finds all that it needs
+    assert (second.array, second.coverage, second.left_out) == (found.array, found.coverage, found.left_out)
