@@ -12,7 +12,23 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from flashproof.reports.record import LAYERS, Absence, Claim, Curve, Environment, Judge, Judgement, Memory, Record, Resources, Specimen, Traffic, Trial, read
+from flashproof.reports.record import (
+    LAYERS,
+    Absence,
+    Claim,
+    Combined,
+    Curve,
+    Environment,
+    Judge,
+    Judgement,
+    Memory,
+    Record,
+    Resources,
+    Specimen,
+    Traffic,
+    Trial,
+    read,
+)
 
 DTYPES = ("float32", "float16", "bfloat16")
 TENSORS = ("out", "lse", "dq", "dk", "dv")
@@ -95,7 +111,7 @@ class Evidence:
         """The runs that this evidence comes from. Of every other run, nothing is left."""
         found = {curve.run for curve, _ in self.curves}
         if self.mutation:
-            found.add(self.mutation.environment.run)
+            found |= {self.mutation.environment.run, *(record.run for record in self.mutation.combined)}
         for kernel in self.kernels:
             found |= {judged.judgement.run for judged in kernel.judged}
             found |= {absence.run for absence, _ in kernel.absences} | {record.run for record, _ in kernel.memory}
@@ -112,6 +128,7 @@ class Mutation:
     judges: tuple[Judge, ...]
     specimens: tuple[Specimen, ...]
     trials: tuple[Trial, ...]
+    combined: tuple[Combined, ...] = ()
 
 
 def severity(judged: Judged) -> tuple[int, float]:
@@ -208,7 +225,7 @@ def _merged(records: list[Record], environments: dict[str, Environment]) -> Evid
     )
     claims = [r for r in records if isinstance(r, Claim)]
 
-    named = [r for r in records if not isinstance(r, Environment | Curve | Specimen | Judge | Trial)]
+    named = [r for r in records if not isinstance(r, Environment | Curve | Specimen | Judge | Trial | Combined)]
     kernels = []
     for name in sorted({r.implementation for r in named}):
         own = [j for j in judged if j.judgement.implementation == name]
@@ -268,7 +285,14 @@ def _mutation(records: list[Record], environments: dict[str, Environment]) -> Mu
         judges=tuple(record for record in last if isinstance(record, Judge)),
         specimens=tuple(record for record in last if isinstance(record, Specimen)),
         trials=tuple(record for record in last if isinstance(record, Trial)),
+        combined=_combined(records),
     )
+
+
+def _combined(records: list[Record]) -> tuple[Combined, ...]:
+    """What the last run said of each set of checks."""
+    found = [record for record in records if isinstance(record, Combined)]
+    return tuple(_last_run(found, lambda record: record.run, lambda record: record.suite))
 
 
 _T = TypeVar("_T")
@@ -299,16 +323,17 @@ def _asked(absence: Absence, machine: Machine, environment: Environment) -> Mach
 
 
 def _claim(claims: list[Claim]) -> Claim | None:
-    """The last claim, with what the earlier ones (on other machines) said of the arithmetic there."""
+    """The last claim, with what the earlier ones (on other machines) said of the arithmetic and the cases there."""
     if not claims:
         return None
     arithmetic = {where: fields for claim in claims for where, fields in claim.arithmetic.items()}
-    return msgspec.structs.replace(claims[-1], arithmetic=arithmetic)
+    covered = {device: cases for claim in claims for device, cases in claim.covered.items()}
+    return msgspec.structs.replace(claims[-1], arithmetic=arithmetic, covered=covered)
 
 
 def _claimed_by(claims: list[Claim]) -> tuple[str, ...]:
     """The runs that `_claim` takes something from."""
-    last = {where: claim.run for claim in claims for where in claim.arithmetic}
+    last = {where: claim.run for claim in claims for where in (*claim.arithmetic, *claim.covered)}
     return tuple(dict.fromkeys([*last.values(), *(claim.run for claim in claims[-1:])]))
 
 

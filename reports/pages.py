@@ -97,6 +97,7 @@ def mutants_page(mutation: Mutation) -> str:
         checks=checks,
         others=others,
         mutants=wrong,
+        combined=mutation.combined,
         survivors=[row for row in wrong if row.specimen.survives],
         faults=[(fault, [row for row in wrong if row.specimen.fault == fault]) for fault in dict.fromkeys(row.specimen.fault for row in wrong)],
         right=[(words, of_kind) for words, kind in kinds if (of_kind := [row for row in rows if row.specimen.kind == kind])],

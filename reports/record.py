@@ -211,7 +211,21 @@ class Trial(msgspec.Struct, tag="trial", kw_only=True, frozen=True):
     said: str = ""
 
 
-Record = Environment | Claim | Judgement | Absence | Memory | Traffic | Curve | Resources | Specimen | Judge | Trial
+class Combined(msgspec.Struct, tag="combined", kw_only=True, frozen=True):
+    """How many combination mutants the checks reject: kernels that are wrong where properties of a call meet.
+
+    Of one kind, or of those whose condition names one property.
+    """
+
+    run: str
+    suite: str  # which checks: "default", "thorough", "before": those of the suite before its cases were an array
+    kind: str = ""  # "pairs", "triples", "thresholds"
+    about: str = ""  # a property: "head dim"
+    rejected: int
+    tried: int
+
+
+Record = Environment | Claim | Judgement | Absence | Memory | Traffic | Curve | Resources | Specimen | Judge | Trial | Combined
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)

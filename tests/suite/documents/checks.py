@@ -9,12 +9,13 @@ from flashproof.impls.spec import DTYPES, OWN_KERNELS, Device, Implementation
 from flashproof.registry import Check, checks
 from flashproof.reports import mutants
 from flashproof.reports.evidence import gather
-from flashproof.reports.record import LAYERS
+from flashproof.reports.record import LAYERS, Combined, read
 from flashproof.space import FACTORS, space_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "checks.md"
 MATRIX = ROOT / "reports" / "records" / "mutants.jsonl.gz"
+COMBINATIONS = ROOT / "reports" / "records" / "combinations.jsonl.gz"
 # A kernel that claims all that shapes cases.
 KERNEL = Implementation(name="", attention=lambda *_: None, supports=replace(OWN_KERNELS, block_mask=True))
 SHOWN = 6  # mutants of a check whose names the page shows
@@ -25,12 +26,28 @@ A case is a point in a space of factors. A level is a value that kernels may hav
 are named after a way of calling share one covering array of the space. Every pair of levels that the claims allow, and
 that a run has room for, stands in some case of the array. `--thorough` makes an array with every triple.
 
+Some levels hide the faults of others: a call without a backward, or one that asks for some of the gradients. A case
+with such a level counts for no pair of two other levels. Levels that make numbers zero, large or equal hide faults too,
+so half of the cases have plain numbers.
+
 | factor | levels |
 | --- | --- |
 """
 COVERED = """
 These are {factors} factors with {levels} levels. The array of a kernel that claims all of them has {cases} cases on a
 CPU. They hold all {pairs} pairs, and {share} % of the {triples} triples.
+"""
+COMBINED = """
+### Combination mutants
+
+A combination mutant is a right kernel that is wrong only where two or three properties of a call meet, or beyond a
+size. It is wrong in one tensor, by 1 % of every number, by a few bits, in its last row or in one head. Its condition is
+drawn at random and not from the array.
+`python -m flashproof.tests.suite.mutants.combinations --thorough` draws them anew. The last row shows the suite when its
+cases were lists by hand.
+
+| checks | two properties meet | three properties meet | a size is beyond a limit |
+| --- | --- | --- | --- |
 """
 HEAD = """\
 # The checks
@@ -53,7 +70,7 @@ trial of the mutants.
 def page() -> str:
     """The text of the page."""
     caught = _caught()
-    parts = [HEAD, SPACE, *(f"| {factor.name} | {_listed(factor.levels)} |\n" for factor in FACTORS), _covered()]
+    parts = [HEAD, SPACE, *(f"| {factor.name} | {_listed(factor.levels)} |\n" for factor in FACTORS), _covered(), _combined()]
     for layer in LAYERS:
         parts.append(f"\n## {layer.capitalize()}\n")
         parts.append("\n| check | what it asks | cases | needs | mutants |\n| --- | --- | --- | --- | --- |\n")
@@ -82,6 +99,17 @@ def _covered() -> str:
         share=f"{100.0 * triples.share:.0f}",
         triples=triples.possible,
     )
+
+
+def _combined() -> str:
+    """The combination mutants that were rejected, by the checks of each suite."""
+    records = [record for record in read(COMBINATIONS) if isinstance(record, Combined)]
+    lines = [COMBINED]
+    for suite in dict.fromkeys(record.suite for record in records):
+        of_kind = {record.kind: record for record in records if record.suite == suite and record.kind}
+        cells = [f"{of_kind[kind].rejected} of {of_kind[kind].tried}" for kind in ("pairs", "triples", "thresholds")]
+        lines.append(f"| {suite} | {' | '.join(cells)} |\n")
+    return "".join(lines)
 
 
 def _row(check: Check, first: list[str], named: list[str]) -> str:

@@ -5,7 +5,7 @@ it: a point of the space is drawn, the kernel is called there, and some of the p
 condition. The properties are read off the call itself (tensors, keywords, state of the process), as kernels choose their
 code, and not off the case. A mutant is wrong at the point that it was drawn at; it is drawn anew if the bound excuses it.
 
-    python -m flashproof.tests.suite.mutants.combinations [-n COUNT] [--seed SEED] [-j PROCESSES]
+    python -m flashproof.tests.suite.mutants.combinations [-n COUNT] [--seed SEED] [-j PROCESSES] [-o RECORDS] [--thorough]
 """
 
 import argparse
@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,9 +28,11 @@ from flashproof import judging, ways
 from flashproof.calling import UNOBSERVED, TensorName
 from flashproof.cases import Case
 from flashproof.covering import OPEN
+from flashproof.environment import environment, run_name
 from flashproof.impls.spec import DTYPES, OWN_KERNELS, Dtype, Implementation
 from flashproof.oracles.masks import BLOCK, Dropout
 from flashproof.registry import Check, checks
+from flashproof.reports.record import Combined, append
 from flashproof.space import FACTORS, space_of
 from flashproof.tests.suite.mutants import trial
 
@@ -461,21 +464,42 @@ def measured(count: int, seed: str, processes: int) -> list[Result]:
         return pool.map(_judged, [one for part in drawn for one in part], chunksize=2)
 
 
-def table(results: Sequence[Result]) -> str:
-    """The share that was rejected, by kind, and of pairs and triples by property."""
-    lines = ["| mutants | rejected | of |", "| --- | --- | --- |"]
-    for kind in get_args(Kind):
-        lines.append(_line(kind + "s", [one for one in results if one.mutant.kind == kind]))
-    lines += ["", "| property | rejected | of |", "| --- | --- | --- |"]
-    for name in sorted({name for one in results for name, _ in one.mutant.where}):
-        lines.append(_line(name, [one for one in results if name in dict(one.mutant.where)]))
-    return "\n".join(lines) + "\n"
+def _seen_in_passing(about: tuple[str, Case]) -> Seen:
+    """What the calls of a case of the array show. They are not judged."""
+    name, case = about
+    spy = Spy(watches=True)
+    for _ in ways.computed(kernel(spy), case, "cpu", UNOBSERVED):
+        pass
+    return Seen(name, case, tuple(spy.seen))
 
 
-def _line(name: str, results: Sequence[Result]) -> str:
-    rejected = sum(bool(one.check) for one in results)
-    share = f"{100.0 * rejected / len(results):.0f} %" if results else ""
-    return f"| {name} | {rejected} ({share}) | {len(results)} |"
+def measured_thoroughly(results: Sequence[Result], processes: int) -> list[Result]:
+    """The same, where the array has every triple."""
+    space = space_of(kernel(Spy()), effort="thorough")
+    of_array = [check for check in checks().values() if check.call]
+    implementation = kernel(Spy())
+    work = [(check.name, case) for check in of_array for dtype in DTYPES for case in check.cases(implementation, dtype, space)]
+    print(f"{len(work)} cases", file=sys.stderr)
+    left = [one for one in results if not one.check]
+    context = multiprocessing.get_context("fork")
+    with context.Pool(processes) as pool:
+        seen = pool.imap_unordered(_seen_in_passing, work, chunksize=50)
+        _LOG[:] = [one for one in seen if any(result.mutant.holds(*call) for call in one.calls for result in left)]
+    with context.Pool(processes) as pool:
+        found = dict(zip(map(id, left), pool.map(_judged, left, chunksize=1), strict=True))
+    return [found.get(id(one), one) for one in results]
+
+
+def rows(results: Sequence[Result], run: str, suite: str) -> list[Combined]:
+    """How many were rejected, by kind, and of pairs and triples by property."""
+
+    def row(some: Sequence[Result], **about: str) -> Combined:
+        return Combined(run=run, suite=suite, rejected=sum(bool(one.check) for one in some), tried=len(some), **about)
+
+    found = [row([one for one in results if one.mutant.kind == kind], kind=f"{kind}s") for kind in get_args(Kind)]
+    names = sorted({name for one in results for name, _ in one.mutant.where})
+    found += [row([one for one in results if name in dict(one.mutant.where)], about=name) for name in names]
+    return [one for one in found if one.tried]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -484,15 +508,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-n", "--count", type=int, default=300, help="mutants of each kind (300)")
     parser.add_argument("--seed", default="0", help="what they are drawn from (0)")
     parser.add_argument("-j", "--processes", type=int, default=1, help="1 unless given")
+    parser.add_argument("-o", "--output", type=Path, metavar="RECORDS", help="where records of the figures go")
+    parser.add_argument("--thorough", action="store_true", help="then the checks of a run with --thorough, too")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    run, found = run_name(), list[Combined]()
     results = measured(options.count, options.seed, options.processes)
+    found += _told(results, run, "default")
+    if options.thorough:
+        found += _told(measured_thoroughly(results, options.processes), run, "thorough")
+    if options.output:
+        command = " ".join(["python -m flashproof.tests.suite.mutants.combinations", *(sys.argv[1:] if arguments is None else arguments)])
+        append(options.output, environment(run, whole=False, command=command))
+        for record in found:
+            append(options.output, record)
+    return 0
+
+
+def _told(results: Sequence[Result], run: str, suite: str) -> list[Combined]:
+    """Prints the figures, and every mutant that passes."""
+    print(f"checks: {suite}")
     for one in results:
         if not one.check:
             print(f"passes: {one.mutant}\n        drawn at {one.point}")
-    print(table(results))
-    return 0
+    found = rows(results, run, suite)
+    for row in found:
+        print(f"{row.kind or row.about}: {row.rejected} of {row.tried} rejected")
+    return found
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ dtype where nothing else is said, gradients are summed in float32 and rounded on
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,12 +34,20 @@ _every: list[Variant] = []
 
 
 def every() -> Sequence[Variant]:
-    """All of them."""
+    """All of them, those of unusual arithmetic too."""
+    from flashproof.tests.suite.mutants import unusual  # adds its own
+
+    assert unusual
     return tuple(_every)
 
 
 def _arithmetic(**claims: Any) -> Callable[[Dtype, Device], Arithmetic]:
     return lambda dtype, device: Arithmetic(**claims)
+
+
+def _by_heads(device: Device) -> Literal["tile"]:
+    """Each head is a loop in Python: 65,536 of them are too many."""
+    return "tile"
 
 
 def variant(says: str, *, backward: "Backward | None" = None, **claims: Any) -> Callable[[Forward], Forward]:
@@ -49,7 +57,7 @@ def variant(says: str, *, backward: "Backward | None" = None, **claims: Any) -> 
         name = forward.__name__.replace("_", "-")
         arithmetic = _arithmetic(**claims)
         implementation = Implementation(
-            name=name, attention=_attention(forward, backward or plain_backward), supports=SUPPORTS, arithmetic=arithmetic, summary=says
+            name=name, attention=_attention(forward, backward or plain_backward), supports=SUPPORTS, arithmetic=arithmetic, summary=says, slow=_by_heads
         )
         _every.append(Variant(name, says, implementation))
         return forward
