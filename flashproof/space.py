@@ -407,9 +407,10 @@ class Room:
     """What the cases of a run may take.
 
     work: of one case, batch x heads x queries x keys x (dim + 64). numbers: of its four tensors. cases: how many a run
-    has at least. steps: of one case, batch x heads x (4 + tiles of queries x tiles of keys). dims: the head dims.
-    pairs: whether the run has as many cases as all pairs need. hiding: factors with levels that hide the faults of
-    others; a case with such a level counts for no pair without it. "wanted" takes a third more cases.
+    has at least. steps: of one case, batch x heads x (4 + tiles of queries x tiles of keys). dims: the head dims. odd:
+    the one odd head dim, where a kernel is compiled for each. pairs: whether the run has as many cases as all pairs
+    need. hiding: factors with levels that hide the faults of others; a case with such a level counts for no pair
+    without it. "wanted" takes a third more cases.
     """
 
     work: float
@@ -419,6 +420,7 @@ class Room:
     dims: tuple[str, ...] = tuple(_DIMS)
     pairs: bool = True
     hiding: tuple[str, ...] = ("call",)
+    odd: int | None = None
 
     def holds(self, case: Case) -> bool:
         """Whether there is room for a case."""
@@ -431,8 +433,8 @@ class Room:
 Effort = Literal["quick", "default", "thorough"]
 _OF_A_CPU = Room(work=2.0**25, numbers=2.0**21.5, cases=600, hiding=("call", "wanted"))
 _OF_A_GPU = replace(_OF_A_CPU, work=2.0**26, hiding=("call",))
-_FEW_DIMS = ("64", "16", "80", "96", "128", "256", "odd")
-_OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS)
+_FEW_DIMS = ("64", "16", "32", "40", "128", "256", "odd")  # those of the grids, among others
+_OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS, odd=33)
 _OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=256)
 _CASES_OF_A_QUICK_RUN = 60
 
@@ -512,6 +514,8 @@ class Space:
     def _case(self, row: Levels, number: int, *, smallest: bool = False) -> Case:
         """`case_of`, with a head dim that is claimed where that of the level is not."""
         case, multiple = case_of(row, number, smallest=smallest), self.supports.dim_multiple
+        if row["head dim"] == "odd" and self.room.odd:
+            case = replace(case, dim=self.room.odd)
         return case if self._is_dim(case.dim) else replace(case, dim=-(-self.supports.dims[0] // multiple) * multiple)
 
     def _is_dim(self, dim: int) -> bool:

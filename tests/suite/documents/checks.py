@@ -102,7 +102,9 @@ def _covered() -> str:
 
 
 def _combined() -> str:
-    """The combination mutants that were rejected, by the checks of each suite."""
+    """The combination mutants that were rejected, by the checks of each suite. Nothing before they were measured."""
+    if not COMBINATIONS.exists():
+        return ""
     records = [record for record in read(COMBINATIONS) if isinstance(record, Combined)]
     lines = [COMBINED]
     for suite in dict.fromkeys(record.suite for record in records):
