@@ -1,10 +1,11 @@
-"""Attention by its definition, at any precision: loops over mpmath numbers, to be read rather than run fast.
+"""Attention from its definition, at any precision, with loops over mpmath numbers.
 
-The second opinion beside `oracles/ball.py`, with which it shares the question (Problem, Mask, Dropout) and nothing else. No running maximum and no
-shift: mpmath's exponents are unbounded, so exp(s) is exp(s). The gradients are those of the definition, the softmax's through its Jacobian
-dp_j / ds_k = p_j ([j = k] - p_k).
+This code is written to be read, not to be fast. It is the second opinion beside `oracles/ball.py`. The two modules
+share the question (Problem, Mask, Dropout) and nothing else. This module uses no running maximum and no shift: the
+exponents of mpmath numbers are unbounded, so exp(s) is computed directly. The gradients are the derivatives of the
+definition. The derivative of the softmax is its Jacobian dp_j / ds_k = p_j ([j = k] - p_k).
 
-A few milliseconds for ten tokens, about a second for the forward at 64 queries, 64 keys and dim 64.
+Ten tokens take a few milliseconds. The forward at 64 queries, 64 keys and dim 64 takes about a second.
 """
 
 from typing import NamedTuple
@@ -16,23 +17,26 @@ from torch import Tensor
 
 from flashproof.oracles.problem import Problem
 
-BITS = 200
+BITS = 200  # precision of each operation
 
-# Nested lists of mpf, indexed as the tensors are.
+# Nested lists of mpf, with the same indices as the tensors.
 Vector = list[mpf]
 Matrix = list[list[mpf]]
 Heads = list[list[Matrix]]  # [batch][head][position][dim]
 
 
 class Forward(NamedTuple):
-    """out[batch][head][query][dim] and lse[batch][head][query], the natural log of the sum of exp(score); -inf where a query sees no key."""
+    """out[batch][head][query][dim] and lse[batch][head][query].
+
+    lse is the natural logarithm of the sum of exp(score). It is -inf where a query sees no key.
+    """
 
     out: Heads
     lse: list[list[Vector]]
 
 
 class Gradients(NamedTuple):
-    """Of sum(out o dout): dq[batch][head][query][dim], dk and dv [batch][kv_head][key][dim]."""
+    """The gradients of sum(out o dout): dq[batch][head][query][dim], dk and dv [batch][kv_head][key][dim]."""
 
     dq: Heads
     dk: Heads
@@ -40,15 +44,17 @@ class Gradients(NamedTuple):
 
 
 def forward(problem: Problem, bits: int = BITS) -> Forward:
-    """Output and log-sum-exp, each operation rounded to `bits` bits."""
+    """Computes the output and the log-sum-exp. Each operation rounds to `bits` bits."""
     with mp.workprec(bits):
         batches, heads, _, _ = problem.query.shape
         answers = [[_Head(problem, batch, head).forward() for head in range(heads)] for batch in range(batches)]
-        return Forward([[out for out, _ in by_head] for by_head in answers], [[lse for _, lse in by_head] for by_head in answers])
+        return Forward(
+            [[out for out, _ in by_head] for by_head in answers], [[lse for _, lse in by_head] for by_head in answers]
+        )
 
 
 def gradients(problem: Problem, bits: int = BITS) -> Gradients:
-    """Closed-form gradients, each operation rounded to `bits` bits."""
+    """Computes the closed-form gradients. Each operation rounds to `bits` bits."""
     batches, heads, _, _ = problem.query.shape
     kv_heads = problem.key.shape[1]
     with mp.workprec(bits):
@@ -65,7 +71,7 @@ def gradients(problem: Problem, bits: int = BITS) -> Gradients:
 
 
 def as_tensor(numbers: object) -> Tensor:
-    """Nested lists of mpf rounded to a float64 tensor."""
+    """Converts nested lists of mpf to a float64 tensor. Each number is rounded to float64."""
 
     def rounded(part: object) -> object:
         return [rounded(inner) for inner in part] if isinstance(part, list) else float(part)  # type: ignore[arg-type]
@@ -74,7 +80,7 @@ def as_tensor(numbers: object) -> Tensor:
 
 
 class _Head:
-    """One query head of one batch: its rows of numbers, and attention over them."""
+    """Attention over one query head of one batch entry. The tensors are lists of rows of mpf."""
 
     def __init__(self, problem: Problem, batch: int, head: int) -> None:
         every_query = torch.arange(problem.query.shape[2])
@@ -90,8 +96,12 @@ class _Head:
         self.dropout = [[survivor if keep else mpf(0) for keep in row] for row in kept]
 
     def exponentials(self, i: int) -> dict[int, mpf]:
-        """exp(score) of each key that query i sees."""
-        return {j: mpmath.exp(self.scale * _dot(self.query[i], self.key[j])) for j, visible in enumerate(self.visible[i]) if visible}
+        """Returns exp(score) for each key that query i sees, by key position."""
+        return {
+            j: mpmath.exp(self.scale * _dot(self.query[i], self.key[j]))
+            for j, visible in enumerate(self.visible[i])
+            if visible
+        }
 
     def forward(self) -> tuple[Matrix, Vector]:
         out, lse = _zeros_like(self.query), []
@@ -123,7 +133,7 @@ class _Head:
 
 
 def _exact(matrix: Tensor) -> Matrix:
-    """Every float16, bfloat16, float32 and float64 is exact in an mpf."""
+    """Converts a matrix to mpf. The conversion is exact for float16, bfloat16, float32 and float64."""
     return [[mpf(number) for number in row] for row in matrix.to(torch.float64).tolist()]
 
 

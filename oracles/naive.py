@@ -1,7 +1,8 @@
-"""Textbook attention in float64, forward and closed-form backward: the working oracle.
+"""The working oracle: textbook attention in float64, with the forward and the closed-form backward.
 
-Sequences are taken a block of query rows at a time, so that memory is block x keys and never queries x keys; the gradients of keys and
-values are summed over the blocks. Its own error is bounded like any other implementation's, with the claim `bounds.FLOAT64`.
+The code processes one block of query rows at a time. Its memory is then block x keys, and never queries x keys. The
+gradients of keys and values are summed over the blocks. The error of this oracle has a bound like that of any other
+implementation, with the claim `bounds.FLOAT64`.
 """
 
 import math
@@ -14,15 +15,18 @@ from torch import Tensor
 from flashproof.impls.shapes import Bool, Float, Int
 from flashproof.oracles.problem import Problem
 
-# Scores held at once in each of the matrices of a block. On a CPU a matrix of 2 MiB stays in the cache from one step to the next; a GPU is
-# only busy with many.
+# The number of scores in each matrix of a block. On a CPU, a matrix of 2 MiB stays in the cache from one step to the
+# next. A GPU needs many scores to be busy.
 BLOCK_SCORES = {"cpu": 2**18, "cuda": 2**24}
-FEWEST_ROWS = 128  # of a block, however long the keys: products with fewer rows are slow
+FEWEST_ROWS = 128  # in a block, for any number of keys: products with fewer rows are slow
 
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """The five tensors that a kernel answers with, in float64. lse is the natural logarithm of the sum of the exponentials of the scaled scores."""
+    """The five result tensors of a kernel, in float64.
+
+    lse is the natural logarithm of the sum of the exponentials of the scaled scores.
+    """
 
     out: Float[Tensor, "batch heads queries dim"]
     lse: Float[Tensor, "batch heads queries"]
@@ -33,29 +37,30 @@ class Attention:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A block of query rows, with everything that attention computes on the way. P and dS are 0 at hidden keys.
+    """A block of query rows, with every intermediate result of attention. P is 0 at hidden keys.
 
-    It has `kv_heads` key heads of the problem, counted through the batch, and of each the same rows of `groups` query heads, one head
-    after another: a product with a key head then takes all query heads that share it, and a sum over rows is one over these heads too.
-    Keys behind the last that any of the rows sees are left out.
+    The block covers `kv_heads` key heads of the problem, numbered through the batch. For each key head it holds the
+    same rows of `groups` query heads, one head after another. One product with a key head then serves all these query
+    heads, and a sum over rows is also a sum over these heads. The block omits the keys after the last key that any of
+    its rows sees.
     """
 
-    heads: slice  # of the query heads, counted through the batch
-    kv_heads: slice  # of the key heads, counted through the batch
+    heads: slice  # the query heads, numbered through the batch
+    kv_heads: slice  # the key heads, numbered through the batch
     groups: int  # query heads of each key head in this block
-    start: int  # the first row, of each head
-    stop: int  # one past the last
-    all_keys: int  # of the problem: `keys` and more
+    start: int  # the first row of each head
+    stop: int  # one past the last row of each head
+    all_keys: int  # the number of keys of the problem, at least `keys`
     query: Float[Tensor, "kv_heads rows dim"]
     key: Float[Tensor, "kv_heads keys dim"]
     value: Float[Tensor, "kv_heads keys dim"]
-    value_max: Float[Tensor, "kv_heads 1 dim"]  # the largest absolute values, over all keys
+    value_max: Float[Tensor, "kv_heads 1 dim"]  # the largest |V| over all keys
     scale: float
-    visible: Bool[Tensor, "kv_heads_or_1 rows keys"] | None  # None: every key of every row
-    gain: Float[Tensor, "kv_heads rows keys"] | None  # what dropout multiplies a weight by: 0 or 1/(1-p); None without dropout
+    visible: Bool[Tensor, "kv_heads_or_1 rows keys"] | None  # None: every row sees every key
+    gain: Float[Tensor, "kv_heads rows keys"] | None  # dropout's factor of a weight, 0 or 1/(1-p); None without dropout
     largest_gain: float  # 1/(1-p)
     scores: Float[Tensor, "kv_heads rows keys"]  # S, scaled; 0 at hidden keys
-    maximum: Float[Tensor, "kv_heads rows 1"]  # over visible keys; 0 in a row that sees none
+    maximum: Float[Tensor, "kv_heads rows 1"]  # over the visible keys; 0 in a row that sees no key
     weights: Float[Tensor, "kv_heads rows keys"]  # P
     lse: Float[Tensor, "kv_heads rows 1"]  # L
     out: Float[Tensor, "kv_heads rows dim"]
@@ -68,16 +73,16 @@ class Rows:
 
     @property
     def sees(self) -> Bool[Tensor, "kv_heads rows 1"]:
-        """Whether a row sees a key at all."""
+        """Whether a row sees at least one key."""
         return self.lse != -math.inf
 
     @property
     def finite_lse(self) -> Float[Tensor, "kv_heads rows 1"]:
-        """L, and 0 in a row that sees no key."""
+        """L, but 0 in a row that sees no key."""
         return torch.where(self.lse.isfinite(), self.lse, 0.0)
 
     def slopes(self) -> "Slopes":
-        """What the backward computes of these rows."""
+        """Computes the backward matrices of these rows."""
         dweights = self.dout @ self.value.mT
         if self.gain is not None:
             dweights *= self.gain
@@ -85,8 +90,10 @@ class Rows:
         slope = dweights - delta
         return Slopes(dweights, delta, slope, self.weights * slope)
 
-    def write(self, whole: Float[Tensor, "batches all_heads queries *width"], part: Float[Tensor, "kv_heads rows dim"]) -> None:
-        """Puts what belongs to these rows where it stands in a tensor of all queries."""
+    def write(
+        self, whole: Float[Tensor, "batches all_heads queries *width"], part: Float[Tensor, "kv_heads rows dim"]
+    ) -> None:
+        """Writes the results of these rows to their place in a tensor of all queries."""
         part = part.reshape(self.heads.stop - self.heads.start, self.stop - self.start, part.shape[-1])
         of_heads = whole.flatten(0, 1)[self.heads, self.start : self.stop]
         of_heads.copy_(part if of_heads.ndim == part.ndim else part.squeeze(-1))
@@ -98,14 +105,17 @@ class Rows:
         of_rows: Float[Tensor, "kv_heads rows dim"],
         factor: float = 1.0,
     ) -> None:
-        """Adds factor (of_scores^T of_rows) to a tensor of all keys. The product is made the other way round, which takes BLAS half as long."""
+        """Adds factor (of_scores^T of_rows) to a tensor of all keys.
+
+        The code computes the transpose of this product, because BLAS then takes half as long.
+        """
         of_keys = whole.flatten(0, 1)[self.kv_heads, : self.key.shape[1]]
         of_keys.add_((of_rows.mT @ of_scores).mT, alpha=factor)
 
 
 @dataclass(frozen=True, eq=False)
 class Slopes:
-    """The backward's matrices of a block of rows."""
+    """The backward matrices of a block of rows. dS is 0 at hidden keys."""
 
     dweights: Float[Tensor, "kv_heads rows keys"]  # dP, with dropout's gain
     delta: Float[Tensor, "kv_heads rows 1"]
@@ -114,7 +124,11 @@ class Slopes:
 
 
 def row_blocks(problem: Problem, block_scores: int | None = None) -> Iterator[Rows]:
-    """Every block of rows of every head, in order. block_scores: how many scores a block has at most, but for whole rows."""
+    """Yields every block of rows of every head, in order.
+
+    block_scores: the largest number of scores in a block. A block holds at least one whole row, even if the row exceeds
+        this number. None chooses a number that suits the device.
+    """
     batches, heads, queries, _ = problem.query.shape
     groups, all_keys = problem.groups, problem.key.shape[2]
     if block_scores is None:
@@ -122,7 +136,7 @@ def row_blocks(problem: Problem, block_scores: int | None = None) -> Iterator[Ro
         rows_at_once = max(FEWEST_ROWS, at_once // all_keys)
     else:
         at_once, rows_at_once = block_scores, max(1, block_scores // all_keys)
-    together = at_once // (groups * queries * all_keys)  # key heads that fit whole, with their query heads
+    together = at_once // (groups * queries * all_keys)  # key heads that fit, with all rows of their query heads
     step = groups * together if together else 1
     for first in range(0, batches * heads, step):
         of_heads = slice(first, min(first + step, batches * heads))
@@ -136,30 +150,35 @@ def row_blocks(problem: Problem, block_scores: int | None = None) -> Iterator[Ro
 
 
 def heads_of(problem: Problem) -> Iterator[tuple[int, int]]:
-    """Every (batch, query head)."""
+    """Every pair of a batch entry and a query head."""
     batches, heads = problem.query.shape[:2]
     return ((batch, head) for batch in range(batches) for head in range(heads))
 
 
 def head_tensors(problem: Problem, batch: int, head: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """query, key, value and dout of one batch and query head, in float64."""
+    """query, key, value and dout of one batch entry and one query head, in float64."""
     kv_head = head // problem.groups
     pairs = ((problem.query, head), (problem.key, kv_head), (problem.value, kv_head), (problem.dout, head))
     query, key, value, dout = (tensor[batch, index].to(torch.float64) for tensor, index in pairs)
     return query, key, value, dout
 
 
-def _rows(problem: Problem, heads: slice, kv_heads: slice, of_head: slice, key: Tensor, value: Tensor, value_max: Tensor) -> Rows:
+def _rows(
+    problem: Problem, heads: slice, kv_heads: slice, of_head: slice, key: Tensor, value: Tensor, value_max: Tensor
+) -> Rows:
+    """Computes the rows `of_head` of the query heads `heads`, with the keys and values that they may see."""
     count = kv_heads.stop - kv_heads.start
 
     def grouped(tensor: Tensor) -> Tensor:
-        """[heads, rows, ...] as [kv_heads, groups x rows, ...]."""
+        """Reshapes [heads, rows, ...] to [kv_heads, groups x rows, ...]."""
         return tensor.reshape(count, -1, tensor.shape[-1])
 
-    query, dout = (grouped(tensor.flatten(0, 1)[heads, of_head].to(torch.float64)) for tensor in (problem.query, problem.dout))
+    query, dout = (
+        grouped(tensor.flatten(0, 1)[heads, of_head].to(torch.float64)) for tensor in (problem.query, problem.dout)
+    )
     visible, gain = _visible(problem, heads, of_head, key.shape[1]), None
     if visible is not None:
-        # One mask for all heads is repeated for those of a group alone.
+        # A mask that all heads share is repeated only for the query heads of one group.
         visible = grouped(visible) if len(visible) > 1 else visible.repeat(1, (heads.stop - heads.start) // count, 1)
     largest_gain = 1.0 / (1.0 - problem.dropout.p)
     if problem.dropout.p:
@@ -201,7 +220,7 @@ def _rows(problem: Problem, heads: slice, kv_heads: slice, of_head: slice, key: 
 
 
 def _visible(problem: Problem, heads: slice, of_head: slice, keys: int) -> Bool[Tensor, "heads_or_1 rows keys"] | None:
-    """What rows of some heads see of the first keys. None: everything."""
+    """Which of the first `keys` keys the rows of some heads see. None: every key."""
     mask, device = problem.mask, problem.query.device
     if mask.causal is None and mask.blocks is None:
         return None
@@ -212,19 +231,22 @@ def _visible(problem: Problem, heads: slice, of_head: slice, keys: int) -> Bool[
 
 
 def _kept(problem: Problem, heads: slice, of_head: slice, keys: int) -> Bool[Tensor, "heads rows keys"]:
-    """What dropout keeps of the weights of rows of some heads."""
+    """Which weights of the rows of some heads dropout keeps."""
     positions = torch.arange(of_head.start, of_head.stop, device=problem.query.device)
     return problem.dropout.kept(*_batches_and_heads(problem, heads), positions, keys)
 
 
 def _batches_and_heads(problem: Problem, heads: slice) -> tuple[Int[Tensor, " heads"], Int[Tensor, " heads"]]:
-    """The batch and the query head of each of some heads of all batches."""
+    """The batch entry and the query head of each of `heads`, which are numbered through the batch."""
     numbers = torch.arange(heads.start, heads.stop, device=problem.query.device)
     return numbers // problem.query.shape[1], numbers % problem.query.shape[1]
 
 
 def attention(problem: Problem, block_scores: int | None = None) -> Attention:
-    """Attention and its gradients in float64, on the device of the problem. The worst-case error is `bounds.bounds(problem, FLOAT64)`."""
+    """Computes attention and its gradients in float64, on the device of the problem.
+
+    `bounds.bounds(problem, bounds.FLOAT64)` bounds the error of each element.
+    """
     answer = empty_answer(problem)
     for rows in row_blocks(problem, block_scores):
         add_rows(answer, rows, rows.slopes())
@@ -232,7 +254,7 @@ def attention(problem: Problem, block_scores: int | None = None) -> Attention:
 
 
 def empty_answer(problem: Problem) -> Attention:
-    """Zeros in the shape of an answer, for `add_rows` to fill."""
+    """Zeros in the shapes of an answer, for `add_rows` to fill."""
 
     def zeros(like: Tensor) -> Tensor:
         return torch.zeros(like.shape, dtype=torch.float64, device=like.device)
@@ -242,13 +264,19 @@ def empty_answer(problem: Problem) -> Attention:
 
 
 def zeros_of_keys(problem: Problem, width: int) -> Float[Tensor, "batches all_kv_heads all_keys width"]:
-    """Zeros for `Rows.add`, in the memory layout of what it adds: numbers of neighbouring keys are neighbours."""
+    """Zeros for `Rows.add`, in the memory layout of the product that it adds.
+
+    The elements of neighbouring keys are neighbours in memory.
+    """
     batches, kv_heads, keys, _ = problem.key.shape
     return torch.zeros((batches, kv_heads, width, keys), dtype=torch.float64, device=problem.key.device).mT
 
 
 def add_rows(answer: Attention, rows: Rows, slopes: Slopes | None) -> None:
-    """Writes a block of rows into the answer, and adds its share of dK and dV: grouped heads sum theirs. slopes: None for the forward alone."""
+    """Writes a block of rows to the answer, and adds the contribution of the block to dK and dV.
+
+    The contributions of grouped heads are summed. slopes: None for the forward only.
+    """
     rows.write(answer.out, rows.out)
     rows.write(answer.lse, rows.lse)
     if slopes is None:

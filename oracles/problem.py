@@ -1,4 +1,4 @@
-"""The question that every oracle answers: exact inputs, a scale, a mask, dropout."""
+"""The question that every oracle answers: exact inputs, a scale, a mask and dropout."""
 
 from dataclasses import dataclass, field
 
@@ -10,10 +10,13 @@ from flashproof.oracles.masks import Dropout, Mask
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Attention on exact inputs: tensors in the kernel's dtype, read as the real numbers they hold.
+    """Attention on exact inputs.
 
-    out = (Z o softmax(scale query key^T)) value, with Z the dropout mask over 1 - p; queries share key head `head // groups`.
-    The loss is sum(out o dout), so dout is the gradient of out. A query that sees no key has out 0, lse -inf and no gradient.
+    The tensors have the dtype of the kernel. The oracles read them as the real numbers that they hold.
+
+    The definition is out = (Z o softmax(scale query key^T)) value, where Z is the dropout mask divided by 1 - p. The
+    query head `head` uses the key head `head // groups`. The loss is sum(out o dout), so dout is the gradient of out.
+    A query that sees no key has out 0, lse -inf and zero gradients.
     """
 
     query: Float[Tensor, "batch heads queries dim"]
@@ -26,5 +29,5 @@ class Problem:
 
     @property
     def groups(self) -> int:
-        """Query heads that share one key head."""
+        """The number of query heads that share one key head."""
         return self.query.shape[1] // self.key.shape[1]

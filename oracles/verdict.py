@@ -1,4 +1,7 @@
-"""The verdict on one tensor: rho, bias, root mean square, the worst element. Pure functions of what a kernel answered, the exact answer and the bound."""
+"""The verdict on one tensor: rho, bias, root mean square and the worst element.
+
+All functions are pure. They depend on the answer of the kernel, the exact answer and the bound.
+"""
 
 import math
 from collections.abc import Sequence
@@ -11,15 +14,16 @@ from torch import Tensor
 from flashproof.impls.shapes import Float
 from flashproof.oracles import bounds
 
-BIAS_BLOCKS = 64  # blocks of rows, or of columns, over which the standard error of the bias is taken, at most
-BIAS_FEWEST_VALUES = 8  # different results; sixteen of a normal distribution count as ten
-BIAS_SAMPLE = 4096  # elements of which is seen how many of them differ
-BIAS_FEWEST_BLOCKS = 16  # with fewer rows or columns, a standard error says too little and bias is not judged
+BIAS_BLOCKS = 64  # at most this many blocks of rows, or of columns, give the standard error of the bias
+# The smallest effective number of different results (`_distinct`). Sixteen normally distributed results count as ten.
+BIAS_FEWEST_VALUES = 8
+BIAS_SAMPLE = 4096  # about this many elements show how many results are different
+BIAS_FEWEST_BLOCKS = 16  # with fewer rows or columns, the standard error says too little to judge the bias
 
 
 @dataclass(frozen=True)
 class Worst:
-    """The element with the largest error over its bound."""
+    """The element with the largest ratio of error to bound."""
 
     index: tuple[int, ...]
     got: float
@@ -30,7 +34,11 @@ class Worst:
 
 @dataclass(frozen=True)
 class Rho:
-    """Largest error over bound of a tensor; inf where nothing can excuse it (NaN, inf, a value where exactly 0 is due)."""
+    """The largest ratio of error to bound in a tensor.
+
+    The value is inf if no bound can excuse a result: a NaN, an infinity, or a nonzero number where the result must be
+    exactly 0.
+    """
 
     value: float
     worst: Worst
@@ -38,10 +46,12 @@ class Rho:
 
 @dataclass(frozen=True)
 class Bias:
-    """Mean signed error beyond that of the correctly rounded exact result.
+    """The mean signed error beyond that of the correctly rounded exact result.
 
-    Of the two weightings, with the sign of the exact result and with 1, the one that leans more. value and standard_error in units of the mean
-    of u_o |exact| (16 bit) or of the mean bound (float32).
+    The error is weighted in two ways: with the sign of the exact result, and with 1. The fields describe the weighting
+    with the stronger bias: the one with the larger |value| - 4 standard_error - allowance.
+
+    The unit of all three fields is the mean of u_o |exact| (16 bit) or the mean bound (float32).
     """
 
     value: float
@@ -50,15 +60,17 @@ class Bias:
 
     @property
     def leans(self) -> bool:
-        """Whether the bias is beyond its allowance with four standard errors to spare."""
+        """Whether |value| exceeds the allowance by more than four standard errors."""
         return abs(self.value) - bounds.BIAS_STANDARD_ERRORS * self.standard_error > self.allowance
 
 
 @dataclass(frozen=True)
 class Rms:
-    """Root mean square of the errors over what is expected of the claimed arithmetic (`oracles.spread`); inf where an answer is not finite.
+    """The root mean square of the errors, relative to the expectation for the claimed arithmetic (`oracles.spread`).
 
-    square: of that value. standard_error: of the square, over rows.
+    value: the ratio; inf if an answer is not finite.
+    square: the square of value.
+    standard_error: the standard error of square, over the rows.
     """
 
     value: float
@@ -67,14 +79,21 @@ class Rms:
 
     @property
     def too_large(self) -> bool:
-        """Whether it is beyond its allowance with four standard errors to spare."""
+        """Whether the square exceeds the square of the allowance by more than four standard errors."""
         return not self.square - bounds.RMS_STANDARD_ERRORS * self.standard_error <= bounds.RMS_ALLOWANCE**2
 
 
-def ratios(actual: Tensor, exact: Float[Tensor, "..."], bound: Float[Tensor, "..."], oracle_error: Float[Tensor, "..."] | None = None) -> Tensor:
-    """Error over bound for each element. 0/0 is 0. A result that should be infinite must be so exactly; NaN is never excused.
+def ratios(
+    actual: Tensor,
+    exact: Float[Tensor, "..."],
+    bound: Float[Tensor, "..."],
+    oracle_error: Float[Tensor, "..."] | None = None,
+) -> Tensor:
+    """The ratio of error to bound of each element.
 
-    An infinity is right where the exact result, with its bound, is beyond what the dtype rounds to its largest number.
+    0/0 counts as 0. A NaN never passes. An infinite exact result requires exactly the same infinity. For a finite exact
+    result, an infinity passes if the exact result plus its bound reaches the numbers that the dtype rounds to infinity.
+    oracle_error: the possible error of the exact result, which is added to the bound.
     """
     got = actual.to(torch.float64)
     allowed = bound if oracle_error is None else bound + oracle_error
@@ -87,29 +106,51 @@ def ratios(actual: Tensor, exact: Float[Tensor, "..."], bound: Float[Tensor, "..
     return torch.where(got.isinf() & exact.isfinite() & overflows, 0.0, ratio)
 
 
-def rho(actual: Tensor, exact: Float[Tensor, "..."], bound: Float[Tensor, "..."], oracle_error: Float[Tensor, "..."] | None = None) -> Rho:
-    """The largest error over bound, and where. `oracle_error` is what the exact result itself may be off by; it is allowed on top."""
+def rho(
+    actual: Tensor,
+    exact: Float[Tensor, "..."],
+    bound: Float[Tensor, "..."],
+    oracle_error: Float[Tensor, "..."] | None = None,
+) -> Rho:
+    """The largest ratio of error to bound, and its element.
+
+    oracle_error: the possible error of the exact result, which is added to the bound.
+    Raises ValueError if the shapes of actual and exact differ.
+    """
     if actual.shape != exact.shape:
         raise ValueError(f"actual: shape {list(actual.shape)} differs from the exact result's {list(exact.shape)}")
     ratio = ratios(actual, exact, bound, oracle_error)
     place = ratio.flatten().argmax()
     found = [tensor.reshape(-1)[place].to(torch.float64) for tensor in (ratio, actual, exact, bound)]
-    where, value, got, true, allowed = torch.stack([place.to(torch.float64), *found]).tolist()  # one answer of a GPU to wait for
+    # One transfer for all figures, so that the CPU waits for the GPU only once.
+    where, value, got, true, allowed = torch.stack([place.to(torch.float64), *found]).tolist()
     index = tuple(int(i) for i in np.unravel_index(int(where), tuple(ratio.shape)))
     return Rho(value, Worst(index, got, true, abs(got - true), allowed))
 
 
 def missed(actual: Tensor, exact: Float[Tensor, "..."], before: Float[Tensor, "..."]) -> Tensor:
-    """Elements that are not the exact result, although the last rounding must bring them there. before: the bound ahead of that rounding."""
+    """The elements that differ from the exact result although the last rounding must produce exactly that result.
+
+    before: the bound of the error before the last rounding.
+    """
     return bounds.rounds_to(exact, before, actual.dtype) & (actual.to(torch.float64) != exact)
 
 
-def bias(actual: Tensor, exact: Float[Tensor, "..."], float32_bound: Float[Tensor, "..."], casts: Sequence[Float[Tensor, "..."]] = ()) -> Bias | None:
-    """Whether the errors lean to one side. None where there are too few rows or columns to tell, or nothing to weigh.
+def bias(
+    actual: Tensor,
+    exact: Float[Tensor, "..."],
+    float32_bound: Float[Tensor, "..."],
+    casts: Sequence[Float[Tensor, "..."]] = (),
+) -> Bias | None:
+    """The bias of the errors, or None if the tensor does not allow a judgement.
 
-    actual: in the kernel's dtype; in 16 bit its roundoff is the unit. float32_bound: the statistical bound without casts; for float32 it is the unit, in 16 bit
-    what it explains is allowed on top, since the error of one row's maximum or lse has one sign for the whole row. casts: the errors that rounding the
-    weights to nearest makes on this input; what they lean is allowed on top.
+    None means that there are too few rows, columns or different results, that a number is not finite, that there is
+    nothing to weigh, or that the errors of float32 alone may exceed the rounding of the output.
+
+    actual: in the dtype of the kernel. In 16 bit, the roundoff of this dtype is the unit.
+    float32_bound: the statistical bound without casts. For float32, it is the unit. In 16 bit, the allowance grows by
+        this bound, because the error of a row's maximum or LSE has one sign for the whole row.
+    casts: the errors that rounding the weights to nearest makes on this input. The allowance grows by their bias.
     """
     rows = exact.reshape(-1, exact.shape[-1])
     if min(rows.shape) < BIAS_FEWEST_BLOCKS:
@@ -117,56 +158,74 @@ def bias(actual: Tensor, exact: Float[Tensor, "..."], float32_bound: Float[Tenso
     got = actual.to(torch.float64).reshape(rows.shape)
     in_ulps = actual.dtype in (torch.float16, torch.bfloat16)
     unit = (bounds.worst_unit(rows, actual.dtype) if in_ulps else float32_bound.reshape(rows.shape)).sum()
-    beyond = got - rows.to(actual.dtype).to(torch.float64)  # the error less that of the correctly rounded result
+    beyond = got - rows.to(actual.dtype).to(torch.float64)  # the error minus that of the correctly rounded result
     finite = (got.isfinite() & rows.isfinite()).all()
     figures = [unit, float32_bound.sum(), (finite & (_distinct(rows) >= BIAS_FEWEST_VALUES)).to(torch.float64)]
     for sign in (rows.sign(), None):
         weighted = beyond if sign is None else beyond * sign
-        own = [(cast.reshape(rows.shape) if sign is None else cast.reshape(rows.shape) * sign).sum().abs() for cast in casts]
+        own = [
+            (cast.reshape(rows.shape) if sign is None else cast.reshape(rows.shape) * sign).sum().abs()
+            for cast in casts
+        ]
         figures += [weighted.sum(), _standard_error(weighted.sum(dim=1)), _standard_error(weighted.sum(dim=0)), *own]
-    total, explained, finite, *signed = torch.stack(figures).tolist()  # one answer of a GPU to wait for
+    # One transfer for all figures, so that the CPU waits for the GPU only once.
+    total, explained, finite, *signed = torch.stack(figures).tolist()
     if not finite or total == 0.0 or not math.isfinite(total):
         return None
     explained = explained / total if in_ulps else 0.0
     if explained > 1.0:
-        return None  # float32 alone may be off by more than an output's rounding, and to either side: a lean of a fraction of it says nothing
+        # The errors of float32 alone may exceed the rounding of the output, in either direction. A bias of a fraction
+        # of that rounding then says nothing.
+        return None
     leans = []
     for lean, by_row, by_column, *of_casts in (signed[: len(signed) // 2], signed[len(signed) // 2 :]):
         allowance = bounds.BIAS_ALLOWANCE + explained + max(of_casts, default=0.0) / total
         leans.append(Bias(lean / total, max(by_row, by_column) / total, allowance))
-    return max(leans, key=lambda lean: abs(lean.value) - bounds.BIAS_STANDARD_ERRORS * lean.standard_error - lean.allowance)
+    return max(
+        leans, key=lambda lean: abs(lean.value) - bounds.BIAS_STANDARD_ERRORS * lean.standard_error - lean.allowance
+    )
 
 
 def _distinct(exact: Float[Tensor, "rows columns"]) -> Tensor:
-    """How many different numbers the exact results are, each counted by its share of their sum.
+    """The effective number of different exact results. Each number counts by its share of their sum.
 
-    Equal results have one rounding, however many there are: with equal weights and output gradients that repeat, dV is a few numbers.
+    Equal results have the same rounding error, however many of them there are. For example, dV consists of a few
+    numbers if all weights are equal and the output gradients repeat.
     """
     flat = exact.flatten()
-    step = len(flat) // BIAS_SAMPLE | 1  # odd, so that it does not stay in a few columns
+    step = len(flat) // BIAS_SAMPLE | 1  # odd, so that the sample does not stay in a few columns
     values, counts = torch.unique(flat[::step].abs(), return_counts=True)
     shares = values * counts
     return shares.sum().square() / shares.square().sum()
 
 
 def _standard_error(errors: Float[Tensor, " n"]) -> Tensor:
-    """Of their sum, from its blocks. Errors of one row are shared where its maximum or lse is off, those of one column where equal weights make rows equal:
-    of the two ways to sum a tensor the one that varies more tells.
+    """The standard error of the sum of the errors, estimated from the sums of blocks.
+
+    The errors of one row are correlated where its maximum or LSE is off. The errors of one column are correlated where
+    equal weights make rows equal. A tensor can be summed by rows or by columns. The caller uses the larger standard
+    error.
     """
     blocks = min(BIAS_BLOCKS, len(errors))
-    size, longer = divmod(len(errors), blocks)  # so many blocks have one error more, as of torch.tensor_split
+    size, longer = divmod(len(errors), blocks)  # `longer` blocks have one error more (torch.tensor_split)
     split = longer * (size + 1)
-    sums = torch.cat([errors[:split].reshape(longer, size + 1).sum(dim=1), errors[split:].reshape(blocks - longer, size).sum(dim=1)])
+    sums = torch.cat(
+        [errors[:split].reshape(longer, size + 1).sum(dim=1), errors[split:].reshape(blocks - longer, size).sum(dim=1)]
+    )
     return torch.sqrt(blocks / max(1, blocks - 1) * (sums - sums.mean()).square().sum())
 
 
 def rms(actual: Tensor, exact: Float[Tensor, "..."], variance: Float[Tensor, "..."]) -> Rms | None:
-    """The errors of a tensor all together: for each row the sum of squares over the sum of the variances, and the mean of these.
+    """The root mean square of all errors of a tensor, relative to their expectation.
 
-    Rows count alike, large or small. None where there are too few to tell; a row of which no error is expected is left to `rho`.
+    Each row gives one ratio: the sum of its squared errors over the sum of its variances. The result is the root of the
+    mean ratio, so large and small rows count alike. None means that there are too few rows. Rows with an expected error
+    of 0 are left out; `rho` judges them.
     """
-    width = exact.shape[-1] if exact.ndim == 4 else 1  # the lse has one number a row
-    squares, expected = (tensor.reshape(-1, width).sum(dim=1) for tensor in ((actual.to(torch.float64) - exact).square(), variance))
+    width = exact.shape[-1] if exact.ndim == 4 else 1  # lse has one number for each row
+    squares, expected = (
+        tensor.reshape(-1, width).sum(dim=1) for tensor in ((actual.to(torch.float64) - exact).square(), variance)
+    )
     some = expected > 0.0
     rows = squares[some] / expected[some]
     if len(rows) < BIAS_FEWEST_BLOCKS:
@@ -177,7 +236,10 @@ def rms(actual: Tensor, exact: Float[Tensor, "..."], variance: Float[Tensor, "..
 
 
 def ulps(actual: Tensor, exact: Float[Tensor, "..."]) -> Tensor:
-    """Distance of each element from the exact result, in units in the last place of its own dtype at the exact result."""
+    """The distance of each element from the exact result, in units in the last place.
+
+    The unit is that of the dtype of `actual`, at the exact result.
+    """
     info = torch.finfo(actual.dtype)
     exponent = torch.floor(torch.log2(exact.abs().clamp(min=info.smallest_normal)))
     return (actual.to(torch.float64) - exact).abs() / (info.eps * torch.exp2(exponent))
