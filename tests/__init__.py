@@ -1,4 +1,4 @@
-"""The checks, by layer; and, in `suite`, the tests of flashproof itself."""
+"""The checks, one folder for each layer. The folder `suite` holds the tests of flashproof itself."""
 
 if __name__ != "flashproof.tests":
     raise ImportError("import it as flashproof.tests: under a second name, its modules would be loaded twice")

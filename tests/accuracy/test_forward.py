@@ -1,4 +1,4 @@
-"""Answers are inside the bound, and without bias: of a forward alone, and along one axis each."""
+"""Answers are inside the bound and have no bias: for a forward alone, along single axes, and in a search."""
 
 from flashproof import grids
 from flashproof.registry import check

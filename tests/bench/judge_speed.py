@@ -1,8 +1,9 @@
-"""How long `flashproof.judge` takes beside textbook attention in float64, forward and backward by autograd.
+"""Compares the time of `flashproof.judge` with that of textbook attention in float64, forward and backward by autograd.
 
     python -m flashproof.tests.bench.judge_speed [cpu|cuda]
 
-Batch 1, 8 heads, 1024 x 1024, dim 64, all five tensors. The median of repetitions, in milliseconds.
+The shape is batch 1, 8 heads, 1024 queries and keys, head dim 64. All five tensors are judged. The figures are medians
+of several repetitions, in milliseconds.
 """
 
 import statistics
@@ -19,7 +20,7 @@ import flashproof
 
 
 def median(run: Callable[[], object], device: str, repetitions: int) -> float:
-    """Of wall-clock times, after two calls that are not counted."""
+    """Returns the median of wall-clock times in milliseconds. The first two calls are not counted."""
     times = []
     for _ in range(repetitions + 2):
         started = time.perf_counter()
@@ -31,7 +32,7 @@ def median(run: Callable[[], object], device: str, repetitions: int) -> float:
 
 
 def textbook(query: Tensor, key: Tensor, value: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-    """Output, LSE and gradients in float64, with the matrix of scores."""
+    """Computes output, LSE and gradients in float64, with the whole matrix of scores."""
     leaves = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
     scores = (leaves[0] @ leaves[1].mT) / query.shape[-1] ** 0.5
     out = torch.softmax(scores, dim=-1) @ leaves[2]
@@ -39,7 +40,7 @@ def textbook(query: Tensor, key: Tensor, value: Tensor, dout: Tensor) -> tuple[T
 
 
 def main(device: str) -> None:
-    """Prints a line for each dtype."""
+    """Prints one line for each dtype."""
     shape, repetitions = (1, 8, 1024, 64), 20 if device == "cuda" else 3
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         generator = torch.Generator().manual_seed(0)
@@ -53,7 +54,10 @@ def main(device: str) -> None:
         judge, reference = partial(answer, query, key, value), partial(textbook, query, key, value, dout)
         of_judge, of_textbook = median(judge, device, repetitions), median(reference, device, repetitions)
         ratio = of_judge / of_textbook
-        print(f"{dtype}: judge {of_judge:.2f} ms, textbook {of_textbook:.2f} ms, ratio {ratio:.2f}, passed {judge().passed}")
+        print(
+            f"{dtype}: judge {of_judge:.2f} ms, textbook {of_textbook:.2f} ms,"
+            f" ratio {ratio:.2f}, passed {judge().passed}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
-"""Speed on a GPU, beside a kernel of PyTorch's on the same tensors: `pytest tests/bench --benchmark-only`, narrowed by `--impl` and `--dtype`.
+"""Measures speed on a GPU, beside a kernel of PyTorch on the same tensors.
 
-Every implementation is judged on the same shape first, with one head; one that fails is not timed. Then each round times PyTorch's fused kernel (flash in
-16 bit, efficient in float32) and the implementation in turn, so that both meet the same chip. Times are those of the GPU, between two events, with a cold L2
-cache. The table groups implementations by shape; the JSON's `extra_info` holds throughput and the ratio to PyTorch's kernel.
+The command is `pytest tests/bench --benchmark-only`; `--impl` and `--dtype` narrow it.
+
+Every implementation is first judged on the same shape with one batch entry and one head. An implementation that fails
+is not timed. Then each round times PyTorch's fused kernel (flash in 16 bit, efficient in float32) and the
+implementation in turn, so that the chip is in the same state for both. The GPU measures each time between two events,
+with a cold L2 cache. The table groups implementations by shape. `extra_info` in the JSON holds the throughput and the
+ratio to PyTorch's kernel.
 """
 
 from collections.abc import Callable
@@ -22,7 +26,7 @@ from flashproof.impls.spec import Dtype, Implementation
 from flashproof.session import STATE
 from flashproof.tensors import inputs
 
-# 16384 tokens in a batch, width 2048, as the FlashAttention papers have it.
+# A batch holds 16384 tokens, and the width (heads x head dim) is 2048, as in the FlashAttention papers.
 SHAPES = (
     "b16 h16 q1024 k1024 d128 causal",
     "b4 h16 q4096 k4096 d128",
@@ -30,15 +34,15 @@ SHAPES = (
     "b4 h32 q4096 k4096 d64 causal",
 )
 BASELINE: dict[Dtype, str] = {"float32": "sdpa.efficient", "float16": "sdpa.flash", "bfloat16": "sdpa.flash"}
-SECONDS = 1.0  # of rounds
-ROUNDS = (3, 50)  # at least, at most
-L2_BYTES = 2**28  # written between two calls: more than any L2 holds
+SECONDS = 1.0  # for all rounds of a benchmark, within the limits of ROUNDS
+ROUNDS = (3, 50)  # the fewest and the most
+L2_BYTES = 2**28  # written before each timed call: more than any L2 cache holds
 
 Call = Callable[[], object]
 
 
 class Clock:
-    """A timer that stands still but for what is added: the GPU's own seconds."""
+    """A timer for pytest-benchmark that only advances when the seconds of the GPU are added to it."""
 
     now = 0.0
 
@@ -50,9 +54,13 @@ CLOCK = Clock()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A benchmark for each implementation of a GPU that claims the shape."""
+    """Makes a benchmark for each shape, direction and implementation on the GPU that claims the shape."""
     session = metafunc.config.stash[STATE]
-    claimed = [t for t in session.selection.targets if session.times and t.device == "cuda" and t.implementation and not t.missing]
+    claimed = [
+        t
+        for t in session.selection.targets
+        if session.times and t.device == "cuda" and t.implementation and not t.missing
+    ]
     found = [
         (t.name, t.dtype, direction, line)
         for line in SHAPES
@@ -70,13 +78,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.benchmark(timer=CLOCK)
 def test_speed(benchmark: BenchmarkFixture, name: str, dtype: Dtype, direction: str, line: str) -> None:
-    """Seconds of one call; the backward's are those of the gradients alone."""
+    """Measures the seconds of one call. For the backward, only the computation of the gradients is timed."""
     case = Case.parse(f"{line} {dtype}")
     implementation, baseline = loading.load(name), loading.load(BASELINE[dtype])
     _judge(name, replace(case, batch=1, heads=1, kv_heads=1))
-    tensors = [torch.randn((case.batch, case.heads, case.queries, case.dim), device="cuda", dtype=getattr(torch, dtype)) for _ in range(4)]
+    tensors = [
+        torch.randn((case.batch, case.heads, case.queries, case.dim), device="cuda", dtype=getattr(torch, dtype))
+        for _ in range(4)
+    ]
     call, beside = (_call(each, case, tensors, direction) for each in (implementation, baseline))
-    rounds = max(ROUNDS[0], min(ROUNDS[1], int(SECONDS / max(_seconds(call) for _ in range(2)))))  # the first compiles
+    # The first of the two calls compiles.
+    rounds = max(ROUNDS[0], min(ROUNDS[1], int(SECONDS / max(_seconds(call) for _ in range(2)))))
     besides: list[float] = []
 
     def target() -> None:
@@ -98,7 +110,7 @@ def test_speed(benchmark: BenchmarkFixture, name: str, dtype: Dtype, direction: 
 
 @lru_cache
 def _judge(name: str, case: Case) -> None:
-    """Fails where the implementation is outside its bound on the case, forward or backward."""
+    """Fails if the implementation is outside its bound on the case, forward or backward."""
     implementation = loading.load(name)
     answer = _answer(implementation, case)
     judged = judging.judge(answer, case, implementation.arithmetic(case.dtype, "cuda"), TENSORS)
@@ -117,10 +129,10 @@ def _answer(implementation: Implementation, case: Case) -> Answer:
 
 
 def _call(implementation: Implementation, case: Case, tensors: list[Tensor], direction: str) -> Call:
-    """One call of a direction. Raises nothing but what the implementation raises."""
+    """Returns a function that makes one call in a direction. It raises only what the implementation raises."""
     query, key, value, dout = tensors
     leaves = [tensor.detach().requires_grad_(direction == "backward") for tensor in (query, key, value)]
-    supports = replace(implementation.supports, lse=False)  # as it is called in practice
+    supports = replace(implementation.supports, lse=False)  # as in practice, without the LSE
     keywords = arguments(case, supports, inputs(replace(case, batch=1, heads=1, kv_heads=1, queries=1, keys=1)))
 
     def forward() -> Tensor:
@@ -139,7 +151,10 @@ def _flushing() -> Tensor:
 
 
 def _seconds(call: Call) -> float:
-    """GPU seconds of one call. Writing a buffer first empties the L2 cache, and keeps the GPU busy while the call is being launched."""
+    """Measures the GPU seconds of one call.
+
+    It first writes a buffer. This empties the L2 cache, and keeps the GPU busy while the call is launched.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     _flushing().zero_()
     start.record()
@@ -150,6 +165,11 @@ def _seconds(call: Call) -> float:
 
 
 def _operations(case: Case, direction: str) -> float:
-    """4 B H N M D forward, half of it with a causal mask, and 2.5 times that backward (Dao, FlashAttention-2, section 4.1)."""
-    operations = 4.0 * case.batch * case.heads * case.queries * case.keys * case.dim * (0.5 if case.mask != "full" else 1.0)
+    """Counts the operations of a call, as section 4.1 of the FlashAttention-2 paper (Dao) does.
+
+    A forward has 4 B H N M D operations, and half as many with a causal mask. A backward has 2.5 times as many.
+    """
+    operations = (
+        4.0 * case.batch * case.heads * case.queries * case.keys * case.dim * (0.5 if case.mask != "full" else 1.0)
+    )
     return operations * (2.5 if direction == "backward" else 1.0)

@@ -1,8 +1,8 @@
-"""The contract of the call: what comes back, and that an answer depends on its own call alone.
+"""The contract of a call: what the call returns, and that an answer depends only on its own call.
 
 After every call of every check, flashproof compares the inputs, the output gradient and the memory around them with
-what they held before. It looks whether global state is as it was, whether the answer shares memory with an input, and
-whether one process came back.
+what they held before. It also checks that the global state is unchanged, that the answer shares no memory with an
+input, and that only one process returned from the call.
 """
 
 from dataclasses import replace
@@ -19,8 +19,8 @@ from flashproof.space import Space
 from flashproof.subject import BACKWARD, Subject
 from flashproof.tensors import inputs, memory, tensors_of
 
-CALLS = 24  # of one input in a row
-BUSY = 200_000_000  # clock cycles for which a GPU's stream is kept from what follows: about a tenth of a second
+CALLS = 24  # how many calls in a row get the same input
+BUSY = 200_000_000  # clock cycles for which a GPU's stream is kept busy: about a tenth of a second
 SMALL = "b2 h2 q65 k65 d64\nb1 h2 q40 k40 d32 causal"
 
 
@@ -30,13 +30,13 @@ def test_answers(subject: Subject) -> None:
     leaves its inputs and global state as they were."""
     backward = subject.implementation.supports.backward
     for case in subject.cases:
-        # A wrong form is a fault, and so is a change of an input. They are recorded there.
+        # `attend` records a wrong shape, dtype or device, and a changed input, as a fault.
         first, second = (subject.attend(case, backward=backward) for _ in range(2))
         if first is None or second is None:
             continue
         is_finite = all(tensor.isfinite().all() for tensor in first.tensors.values())
         subject.expect(is_finite, case, "the answer to an ordinary input holds NaN or infinity")
-        # What the first call imports may filter warnings of its own.
+        # The first call may import modules that add warning filters. So only the second call must change no state.
         subject.expect(not second.changed, case, f"the call changed {', '.join(second.changed)}")
 
 
@@ -49,7 +49,7 @@ def test_calls_agree(subject: Subject) -> None:
     """Many calls in a row with one input are all answered inside the bound."""
     for case in subject.cases[-1:]:
         given = inputs(case, subject.device)
-        judged: list[tuple[Answer, str]] = []  # answers that differ, each with what is wrong with it
+        judged: list[tuple[Answer, str]] = []  # the distinct answers, each with its error or an empty text
         wrong: list[tuple[int, str]] = []
         for call in range(1, CALLS + 1):
             answer = subject.attend(case, backward=subject.implementation.supports.backward, given=given)
@@ -76,7 +76,7 @@ def test_changed_in_place(subject: Subject) -> None:
         for number, name in enumerate(("query", "key", "value", "out")):
             call = subject.forward(case, inputs(case, subject.device))
             if call is None or not call.carries_gradient:
-                subject.backward(call)  # says so
+                subject.backward(call)  # records a missing gradient
                 return
             with torch.no_grad():
                 (*call.leaves, call.tensors["out"])[number].mul_(2.0)
@@ -102,7 +102,7 @@ def test_stream(subject: Subject) -> None:
     callers = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     backward = subject.implementation.supports.backward
     for case in subject.cases:
-        if subject.attend(case, backward=backward) is None:  # compiles, so that the next call launches at once
+        if subject.attend(case, backward=backward) is None:  # compiles the kernel: the next call launches at once
             continue
         renewed = replace(case, seed=case.seed + 1)
         given, fresh = inputs(case, subject.device), inputs(renewed, subject.device)
@@ -113,5 +113,8 @@ def test_stream(subject: Subject) -> None:
                 memory(old).copy_(memory(new))
             answer = subject.attend(renewed, backward=backward, given=given)
         if answer is not None:
-            note = "called in a stream that was still filling the inputs; if this check alone fails, the kernel works in another stream"
+            note = (
+                "called in a stream that was still filling the inputs;"
+                " if this check alone fails, the kernel works in another stream"
+            )
             subject.judge_answer(answer, renewed, subject.tensors, note=note)

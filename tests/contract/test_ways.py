@@ -1,6 +1,7 @@
-"""A kernel is called as training and inference call it. The way changes nothing: every answer is inside its bound.
+"""These checks call a kernel in the ways in which training and inference call it.
 
-Each way has its share of the covering array. So it meets every mask, layout, head dim and length.
+The way of calling changes nothing: every answer must be inside its bound. Each way has its own share of the cases of
+the covering array, so it meets every mask, layout, head dim and length.
 """
 
 from flashproof.registry import check

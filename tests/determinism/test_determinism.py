@@ -1,4 +1,4 @@
-"""Bitwise repeatability and independence of the batch, of implementations that claim them."""
+"""Bitwise repeatability and independence of the batch, for implementations that claim them."""
 
 import time
 from dataclasses import replace
@@ -13,11 +13,11 @@ from flashproof.space import Space
 from flashproof.subject import Subject
 from flashproof.tensors import Inputs, inputs
 
-RUNS = {"cpu": 2, "cuda": 10}
-SECONDS = 2.0  # of further runs, after which the one under way is the last
+RUNS = {"cpu": 2, "cuda": 10}  # of each case, at most
+SECONDS = 2.0  # once the further runs of a case have taken this long, no other run follows
 
 
-GPU = "b2 h4 q1000 k1000 d128 causal\nb3 h4/2 q700 k700 d64"  # where many blocks add to one gradient
+GPU = "b2 h4 q1000 k1000 d128 causal\nb3 h4/2 q700 k700 d64"  # many blocks add to one gradient
 
 
 OPTIONS = """
@@ -53,12 +53,14 @@ def test_run_to_run(subject: Subject) -> None:
 
 def _batches(space: Space, dtype: Dtype) -> list[Case]:
     several = grids.where(lambda case: case.batch > 1 and not case.dropout, most=4)
-    return several(space, dtype) + grids.lines("b2 h1 q140 k140 d64 causal\nb2 h1 q260 k260 d32 blocks0.5")(space, dtype)
+    return several(space, dtype) + grids.lines("b2 h1 q140 k140 d64 causal\nb2 h1 q260 k260 d32 blocks0.5")(
+        space, dtype
+    )
 
 
 @check("determinism", grid=_batches, claims=("batch_invariant",))
 def test_slice_of_a_batch(subject: Subject) -> None:
-    """An entry of a batch by itself gives the bits that it gives within the batch, without dropout."""
+    """Without dropout, a batch entry alone gives the same bits as within its batch."""
     backward = subject.implementation.supports.backward
     for case in subject.cases:
         if case.dropout:

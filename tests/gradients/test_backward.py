@@ -1,4 +1,4 @@
-"""The gradients of query, key and value are inside the bound, and without bias."""
+"""The gradients of query, key and value are inside the bound and have no bias."""
 
 from flashproof.registry import check
 from flashproof.subject import Subject

@@ -1,4 +1,4 @@
-"""Masks: what a query does not see changes nothing, bitwise. The two causal alignments are two masks."""
+"""Masks: what a query does not see changes no bit of its answer. The two causal alignments are different masks."""
 
 import math
 from dataclasses import replace
@@ -27,16 +27,18 @@ def test_hidden_keys_change_nothing(subject: Subject) -> None:
 def test_hidden_nan_changes_nothing(subject: Subject) -> None:
     """NaN in hidden keys and values changes no bit of the output, the LSE and dQ.
 
-    dK and dV are left out: queries that do see the NaN have a share in them.
+    dK and dV are not compared, since queries that see the NaN contribute to them.
     """
     _replace_hidden(subject, large=False)
 
 
 def _replace_hidden(subject: Subject, *, large: bool) -> None:
-    """Takes the first half of the queries, and replaces every key and value that none of them sees.
+    """Replaces every key and value that no query of the first half sees, and compares the answers to that half.
 
-    The output gradients of the other queries are zero. So dK and dV of the keys that stay depend on the first half
-    alone.
+    The output gradients of all other queries are set to zero. So dK and dV of the keys that are not replaced depend on
+    the first half only.
+
+    large: whether the replacements are large finite values; otherwise they are NaN.
     """
     backward = subject.implementation.supports.backward
     for case in subject.cases:
@@ -62,7 +64,9 @@ def _replace_hidden(subject: Subject, *, large: bool) -> None:
         for name in subject.tensors if large else (*FORWARD, "dq"):
             if name not in first:
                 continue
-            if not torch.equal(first[name], second[name]) and subject.varies(case, name, (plain, first[name]), (other, second[name])):
+            if not torch.equal(first[name], second[name]) and subject.varies(
+                case, name, (plain, first[name]), (other, second[name])
+            ):
                 subject.judge_answer(second, case, (name,), given=other)
                 continue
             one, two = first[name], second[name]
@@ -74,7 +78,7 @@ def _replace_hidden(subject: Subject, *, large: bool) -> None:
 
 
 def _seen_keys(case: Case, given: Inputs, rows: Tensor) -> Tensor:
-    """Boolean [batch, kv_heads, keys]: the keys that any of the rows of any head of the group sees."""
+    """Boolean [batch, kv_heads, keys]: whether one of these rows, in any query head of the group, sees the key."""
     mask = given.problem(case).mask
     seen = torch.zeros((case.batch, case.kv_heads, case.keys), dtype=torch.bool, device=rows.device)
     groups = case.heads // case.kv_heads
@@ -112,7 +116,7 @@ def test_shared_blocks(subject: Subject) -> None:
     for case in subject.cases:
         given = inputs(case, subject.device)
         if given.block_mask is None:
-            continue  # a case of the command line
+            continue  # a case from the command line may have no block mask
         for mask, whose in (
             (given.block_mask[:, :1], "heads"),
             (given.block_mask[:1], "batch entries"),
@@ -130,7 +134,7 @@ TWINS = "b1 h1 q70 k140 d64 causal-br\nb1 h2 q100 k100 d64 causal-br\nb1 h1 q140
 
 @check("masks", grid=grids.lines(TWINS))
 def test_alignments(subject: Subject) -> None:
-    """Top-left and bottom-right masks agree bitwise where queries == keys, and are two different answers elsewhere."""
+    """Top-left and bottom-right masks give the same bits where queries == keys, and different answers elsewhere."""
     for case in subject.cases:
         twin = replace(case, mask="causal")
         if case.mask != "causal-br" or "top_left" not in subject.implementation.supports.causal:

@@ -1,4 +1,7 @@
-"""Peak memory of a call beyond what was there before it: torch's allocator statistics on a GPU, every allocation of torch counted on a CPU."""
+"""Measures the peak memory of a call, beyond the memory that was in use before it.
+
+On a GPU, the figure comes from the statistics of torch's allocator. On a CPU, every allocation of torch is counted.
+"""
 
 import gc
 import os
@@ -8,15 +11,15 @@ from typing import Literal, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler tells stderr of each start and stop
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes each start and stop to stderr
 
 Result = TypeVar("Result")
 Method = Literal["allocator", "counted"]
 
 
 def peak_bytes(call: Callable[[], Result], device: str) -> tuple[int, Result]:
-    """The largest number of bytes that the call held at once, its results included, and its results."""
-    gc.disable()  # what is freed while it runs must be its own
+    """Returns the largest number of bytes that the call held at once, including its results, and the results."""
+    gc.disable()  # a collection during the call would free memory that is not its own
     try:
         return _peak_on_gpu(call) if device == "cuda" else _peak_on_cpu(call)
     finally:
@@ -24,13 +27,14 @@ def peak_bytes(call: Callable[[], Result], device: str) -> tuple[int, Result]:
 
 
 def method(device: str) -> Method:
-    """How `peak_bytes` knows."""
+    """Names the method by which `peak_bytes` measures."""
     return "allocator" if device == "cuda" else "counted"
 
 
 def _peak_on_gpu(call: Callable[[], Result]) -> tuple[int, Result]:
-    # The thread of autograd may still hold the gradients of the last backward. It frees them before it runs another,
-    # which has no bytes here. Memory that another stream has used is freed when some is allocated.
+    # The autograd thread may still hold the gradients of the last backward. It frees them before it runs another
+    # backward, so this runs one that holds no bytes. Memory that another stream has used is freed at an allocation, so
+    # this also allocates.
     leaf = torch.zeros(0, device="cuda", requires_grad=True)
     torch.autograd.grad((2.0 * leaf).sum(), leaf)
     torch.cuda.synchronize()
@@ -43,7 +47,7 @@ def _peak_on_gpu(call: Callable[[], Result]) -> tuple[int, Result]:
 
 
 def _peak_on_cpu(call: Callable[[], Result]) -> tuple[int, Result]:
-    # The profiler reports each allocation and release of torch's CPU allocator, those inside operators written in C++ too.
+    # The profiler reports each allocation and release of torch's CPU allocator, also inside operators written in C++.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = call()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]

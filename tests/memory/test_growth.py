@@ -1,6 +1,8 @@
-"""Memory beyond inputs and outputs grows linearly with the sequence, forward and backward, of those that claim it; the naive kernel's quadratically.
+"""Measures how the memory beyond inputs and outputs grows with the sequence length, forward and backward.
 
-The table of the report: sequence length, bytes of the full attention matrix, bytes measured.
+It must grow linearly for the implementations that claim this. For the naive kernel, it grows quadratically.
+
+The table of the report shows the sequence length, the bytes of the full attention matrix and the measured bytes.
 """
 
 import time
@@ -19,8 +21,10 @@ from flashproof.tensors import inputs
 from flashproof.tests.memory.measuring import method, peak_bytes
 
 Direction = Literal["forward", "backward"]
-SECONDS = 1.0  # a length that took longer than this is the last one measured
-MATRIX_BYTES = {"cpu": 2**28, "cuda": 2**34}  # nor is one whose full attention matrix is larger, unless memory was seen to be linear
+# The check stops after a length whose measurement took longer than this, once it has measured two lengths.
+SECONDS = 1.0
+# It also stops before a length whose full attention matrix is larger than this, unless linear memory is claimed.
+MATRIX_BYTES = {"cpu": 2**28, "cuda": 2**34}
 
 
 @check("memory", grid=grids.doubling, single=False)
@@ -31,7 +35,7 @@ def test_memory_growth(subject: Subject, recorder: Recorder) -> None:
         if _matrix_bytes(case) > MATRIX_BYTES[subject.device] and not subject.implementation.supports.linear_memory:
             break
         if not before and subject.attend(case, backward=subject.implementation.supports.backward) is None:
-            break  # it does not even answer; if it does, kernels are now compiled and caches filled
+            break  # there is no answer to measure; if there is one, kernels are now compiled and caches are filled
         started = time.perf_counter()
         try:
             with calling(case):
@@ -57,7 +61,8 @@ def test_memory_growth(subject: Subject, recorder: Recorder) -> None:
             )
             if subject.implementation.supports.linear_memory and direction in before:
                 message = (
-                    f"{direction}: {count} bytes beyond inputs and outputs at length {case.queries}, more than twice the {before[direction]} at half of it"
+                    f"{direction}: {count} bytes beyond inputs and outputs at length {case.queries},"
+                    f" more than twice the {before[direction]} at half of it"
                 )
                 subject.expect(count <= 2 * before[direction], case, message)
             else:
@@ -73,9 +78,12 @@ def _matrix_bytes(case: Case) -> int:
 
 
 def _measure(subject: Subject, case: Case) -> list[tuple[Direction, int]]:
-    """Bytes beyond inputs and outputs (gradients are outputs of the backward), by direction."""
+    """Measures the bytes beyond inputs and outputs in each direction. Gradients are the outputs of the backward."""
     given, implementation = inputs(case, subject.device), subject.implementation
-    leaves = [tensor.detach().requires_grad_(implementation.supports.backward) for tensor in (given.query, given.key, given.value)]
+    leaves = [
+        tensor.detach().requires_grad_(implementation.supports.backward)
+        for tensor in (given.query, given.key, given.value)
+    ]
     keywords = arguments(case, implementation.supports, given)
     peak, returned = peak_bytes(lambda: implementation.attention(*leaves, **keywords), subject.device)
     outputs = returned if isinstance(returned, tuple) else (returned,)
@@ -91,7 +99,10 @@ def _bytes(tensors: tuple[object, ...]) -> int:
 
 
 def test_the_gate_rejects_the_textbook() -> None:
-    """Negative control: attention with its whole score matrix in memory more than doubles when the sequence doubles; it quadruples."""
+    """Negative control: the check rejects attention that holds its whole score matrix in memory.
+
+    Its memory more than doubles when the sequence doubles: it quadruples.
+    """
 
     def textbook(length: int) -> int:
         query = torch.ones(length, 64)
@@ -99,11 +110,11 @@ def test_the_gate_rejects_the_textbook() -> None:
 
     assert textbook(1024) > 2 * textbook(512)
     matrix = 1024 * 1024 * 4
-    assert textbook(1024) >= 2 * matrix  # the scores and their softmax are held at once
+    assert textbook(1024) >= 2 * matrix  # the scores and their softmax are in memory at once
 
 
 def test_peak_counts_what_was_released() -> None:
-    """The peak is what was held at once, not what is left."""
+    """The peak counts the memory that was held at once, also if it was released before the call returned."""
 
     def call() -> torch.Tensor:
         large = torch.ones(2**20)

@@ -1,8 +1,11 @@
-"""Inputs whose exact answer is known without an oracle.
+"""Probes: inputs whose exact answer is known without an oracle.
 
-Bitwise the exact answer is asked where the claimed arithmetic leaves no other: in 16 bit, of elements that are numbers of the dtype, if float32 can bring the
-result nowhere near the middle to a neighbour (`bounds.rounds_to`). In float32, roundings that are rightfully there fill the last place: exp(0) may be an ulp
-off, a sum that is normalised at each step or merged of splits is divided by counts like 192. There the bound is asked. Either way every element is inside it.
+Every element must be inside its bound. In addition, an element must be bitwise exact where the claimed arithmetic
+leaves no other result. In 16 bit, this holds for an element whose exact value is a number of the dtype, if the errors
+in float32 cannot bring the result near the midpoint to a neighbouring number (`bounds.rounds_to`).
+
+In float32, only the bound applies, since legitimate roundings fill the last place. For example, exp(0) may be an ulp
+off. A sum that is normalised at each step, or merged from splits, is divided by counts like 192.
 """
 
 import math
@@ -16,20 +19,31 @@ from flashproof.cases import Case
 from flashproof.registry import check
 from flashproof.subject import Subject
 from flashproof.tensors import inputs
-from flashproof.tests.properties.probing import answer_to, before_rounding, by_query_head, expect_exact, expect_inside_bound, in_float64, over_groups
+from flashproof.tests.properties.probing import (
+    answer_to,
+    before_rounding,
+    by_query_head,
+    expect_exact,
+    expect_inside_bound,
+    in_float64,
+    over_groups,
+)
 
-# Keys that are few or not a whole tile, so that one key too many or too few is far outside the bound of their mean.
+# The keys are few or do not fill a tile. So one key too many or too few moves the mean far outside its bound.
 FEW = "b1 h4/2 q20 k16 d32\nb1 h1 q40 k64 d64\nb1 h1 q70 k70 d40 causal"
 
 
 @check("properties", grid=grids.lines(FEW))
 def test_uniform(subject: Subject) -> None:
-    """If Q = 0, the output is the mean of the visible values: a key that is lost, counted twice or padded shows.
+    """If Q = 0, the output is the mean of the visible values. A key that is lost, counted twice or padded changes it.
 
-    All scores are 0, in any order and any precision. With a power of two of keys and no mask, each weight is a power of
-    two, which every cast keeps, and V and dV are integers over that number. A kernel that normalises at every step, or
-    in each of several splits, has weights like 1/192 in between. So equality is bitwise only for one tile of keys, and
-    only for a kernel that claims how large its tile is.
+    All scores are 0, in any order and any precision. If the number of keys is a power of two and there is no mask, each
+    weight is a power of two, which every cast keeps. The elements of the output and of dV are then integers over the
+    number of keys.
+
+    A kernel that normalises at every step, or in each of several splits, has weights like 1/192 in between. A cast
+    changes these. So bitwise equality is asked only if all keys fit in the tile that the kernel claims, or if it claims
+    to keep its weights in float32.
     """
     for case in subject.cases:
         given = inputs(case, subject.device)
@@ -52,7 +66,7 @@ def test_uniform(subject: Subject) -> None:
             expect_exact(subject, case, "dv", answer["dv"], share.expand(given.value.shape), before.dv, what)
 
 
-# Head dims that have codes enough, far enough apart.
+# These head dims are large enough for distinct codes that are far apart.
 CODES = "b2 h1 q70 k70 d64\nb1 h4/2 q40 k66 d64\nb1 h1 q70 k70 d64 causal"
 
 
@@ -60,9 +74,10 @@ CODES = "b2 h1 q70 k70 d64\nb1 h4/2 q40 k66 d64\nb1 h1 q70 k70 d64 causal"
 def test_one_hot(subject: Subject) -> None:
     """If each query selects one key, the output is the value of that key, and dV of that key is the output gradient.
 
-    The keys are codes of +-1, and each query is a multiple of one of them. Every other score is so far below that its
-    weight is 0 in float32. The one weight is exp(0), or 1 up to the roundings of a large score, and is cast to 1. This
-    shows values that are mixed up, heads or rows that go elsewhere, stale sums, and operands of fewer digits.
+    The keys are codes of +-1, and each query is a multiple of one of them. All other scores are so much smaller that
+    their weights are 0 in float32. The one remaining weight is exp(0), or 1 up to the roundings of a large score, and
+    is cast to 1. This probe finds values that are mixed up, heads or rows that are written to the wrong place, stale
+    sums, and operands with fewer digits.
     """
     for case in subject.cases:
         given = inputs(case, subject.device)
@@ -70,7 +85,7 @@ def test_one_hot(subject: Subject) -> None:
         target = _targets(case).to(given.query.device)
         factor = _sharpness(codes, case)
         if case.mask == "causal-br" or case.blocks is not None or case.dropout or factor is None:
-            continue  # where the key may be hidden, or two codes are one
+            continue  # the selected key may be hidden or dropped, or two codes are equal
         where = target[..., None].expand(given.query.shape)
         given = replace(given, key=codes, query=factor * by_query_head(codes, case).gather(2, where))
         answer = answer_to(subject, case, given)
@@ -78,26 +93,45 @@ def test_one_hot(subject: Subject) -> None:
             continue
         expect_inside_bound(subject, case, answer, given, "each query selects one key")
         before, what = before_rounding(subject, case, given), "the value of the one key that a query selects"
-        expect_exact(subject, case, "out", answer["out"], in_float64(by_query_head(given.value, case).gather(2, where)), before.out, what)
+        expect_exact(
+            subject,
+            case,
+            "out",
+            answer["out"],
+            in_float64(by_query_head(given.value, case).gather(2, where)),
+            before.out,
+            what,
+        )
         if "dv" in answer:
-            found = torch.zeros_like(in_float64(by_query_head(given.value, case))).scatter_add_(2, where, in_float64(given.dout))
+            found = torch.zeros_like(in_float64(by_query_head(given.value, case))).scatter_add_(
+                2, where, in_float64(given.dout)
+            )
             expect_exact(subject, case, "dv", answer["dv"], over_groups(found, case), before.dv, what)
 
 
 def _targets(case: Case) -> Tensor:
-    """[batch, heads, queries]: the key that a query finds. Every key in turn, at a stride, another for each head; with a causal mask one of those before it."""
-    stride = next(step for step in range(max(1, case.keys * 3 // 8), 2 * case.keys + 2) if math.gcd(step, case.keys) == 1)
+    """Returns the index of the key that each query selects: [batch, heads, queries].
+
+    The queries of a head take the keys in turn, at a stride. Each head starts at another key. With a causal mask, each
+    query takes one of the keys that it sees.
+    """
+    stride = next(
+        step for step in range(max(1, case.keys * 3 // 8), 2 * case.keys + 2) if math.gcd(step, case.keys) == 1
+    )
     heads = torch.arange(case.batch * case.heads).view(case.batch, case.heads, 1)
     walk = torch.arange(case.queries) * stride + 5 * heads
     seen = torch.arange(case.queries).clamp(max=case.keys - 1) + 1
     return walk % (seen if case.mask == "causal" else torch.tensor(case.keys))
 
 
-GAP = 110.0  # exp(-104) is 0 in float32, subnormal numbers included
+GAP = 110.0  # between scores: exp(-104) is already 0 in float32, even with subnormal numbers
 
 
 def _sharpness(codes: Tensor, case: Case) -> float | None:
-    """The power of two by which queries are multiplied, so that every code but a query's own is GAP below it; None where two codes are one."""
+    """Returns the power of two by which queries are multiplied, or None if two codes are equal.
+
+    With this factor, the score of a query's own code is at least GAP above all its other scores.
+    """
     scale = 1.0 / math.sqrt(case.dim) if case.scale is None else case.scale
     overlap = codes.float() @ codes.float().transpose(2, 3)
     overlap.diagonal(dim1=2, dim2=3).fill_(-case.dim)
@@ -109,12 +143,14 @@ def _sharpness(codes: Tensor, case: Case) -> float | None:
 def test_zeros(subject: Subject) -> None:
     """If V, dO or all tensors are 0, so are the products with them, and nothing is NaN.
 
-    A layer that is initialised with zeros has such tensors, and a loss that ignores a head. A kernel that divides by
-    the largest element of a tensor answers NaN.
+    A layer that is initialised with zeros has such tensors, and so has a loss that ignores a head. A kernel that
+    divides by the largest element of a tensor returns NaN.
     """
     for case in subject.cases:
         given = inputs(case, subject.device)
-        query, key, value, dout = (torch.zeros_like(tensor) for tensor in (given.query, given.key, given.value, given.dout))
+        query, key, value, dout = (
+            torch.zeros_like(tensor) for tensor in (given.query, given.key, given.value, given.dout)
+        )
         for words, zero in (
             ("every value is 0", replace(given, value=value)),
             ("the output gradient is 0", replace(given, dout=dout)),
@@ -125,8 +161,8 @@ def test_zeros(subject: Subject) -> None:
                 expect_inside_bound(subject, case, answer, zero, words)
 
 
-# Ordinary rows; rows with a sink, one score above the others by 8; and scores so large that every rounding of a maximum
-# shows, in several tiles.
+# The first two lines have ordinary rows. The third has rows with a sink: one score is 8 above the others. The last has
+# several tiles of scores that are so large that every rounding of a maximum has a visible effect.
 ROWS = """
 b1 h2/1 q64 k80 d32
 b1 h1 q140 k140 d64 causal
@@ -137,10 +173,10 @@ b1 h1 q128 k319 d64 x16 shift60000
 
 @check("properties", grid=grids.lines(ROWS))
 def test_unity(subject: Subject) -> None:
-    """If V = 1, the output is 1, and so is its mean, also where one key holds most of each row; dQ and dK are 0.
+    """If V = 1, the output and its mean are 1, and dQ and dK are 0, also if one key has most of the weight of each row.
 
-    No kernel is asked for this bitwise, since the cast of the weights is in the numerator alone. The mean shows what a
-    truncating cast, lost mass, or a denominator of other weights take from every row.
+    The equality need not be bitwise, since the weights are cast only in the numerator. The mean shows what every row
+    loses by a truncating cast, by lost mass, or by a denominator that sums other weights than the numerator.
     """
     for case in subject.cases:
         given = inputs(case, subject.device)

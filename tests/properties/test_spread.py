@@ -1,4 +1,7 @@
-"""The errors of a tensor all together: their mean square is what the claimed arithmetic spreads, where no single error is beyond its bound."""
+"""All errors of a tensor together: their mean square must not be larger than the claimed arithmetic makes it.
+
+This finds faults that bring no single error beyond its bound. `oracles.spread` says which mean square is expected.
+"""
 
 from functools import lru_cache
 from typing import get_args
@@ -21,8 +24,8 @@ VALUES = ("normal", "positive")
 LARGEST_MAGNITUDE = 64.0
 
 
-# Cases whose errors are independent of one another, so that their mean square is known; each brings out another
-# rounding.
+# In these cases, the errors are independent of one another, so their mean square is known. Each case shows the effect
+# of a different rounding.
 SIXTEEN_BIT = """
 b1 h1 q32 k4000 d16           # many tiles of keys: what is summed in 16 bit between them
 b1 h1 q4000 k20 d16           # many tiles of queries
@@ -41,11 +44,11 @@ b1 h1 q140 k140 d8 sharp      # scores, and the digits of what they are products
 b1 h1 q140 k140 d64 causal
 b1 h1 q140 k140 d64 v.positive
 """
-LONG = "b1 h2 q1000 k1000 d128\nb2 h2 q700 k1300 d64"  # on a GPU
+LONG = "b1 h2 q1000 k1000 d128\nb2 h2 q700 k1300 d64"  # further cases on a GPU
 
 
 def general_position(space: Space, dtype: Dtype) -> list[Case]:
-    """The cases of a dtype."""
+    """Returns the cases of a dtype. Their inputs are in general position: see `oracles.spread`."""
     return grids.lines(SINGLE if dtype == "float32" else SIXTEEN_BIT, cuda=LONG)(space, dtype)
 
 
@@ -53,7 +56,8 @@ def general_position(space: Space, dtype: Dtype) -> list[Case]:
 def test_spread(subject: Subject) -> None:
     """The mean square of all errors of a tensor is not larger than the claimed arithmetic makes it.
 
-    It shows exponentials, products and sums of fewer digits, casts that truncate, and a delta or LSE of fewer digits.
+    This check finds exponentials, products and sums with fewer digits, casts that truncate, and a delta or LSE with
+    fewer digits.
     """
     arithmetic = subject.implementation.arithmetic(subject.dtype, subject.device)
     for case in subject.cases:
@@ -68,7 +72,7 @@ def test_spread(subject: Subject) -> None:
 
 
 def in_general_position(case: Case, arithmetic: Arithmetic) -> bool:
-    """Whether the model holds: of a case from the command line it may not."""
+    """Whether the model of the spread holds for a case. It may not hold for a case from the command line."""
     is_normal = case.family in FAMILIES and case.values in VALUES and case.douts in VALUES
     generic = is_normal and not case.shift and case.scale != 0.0 and case.magnitude <= LARGEST_MAGNITUDE
     return generic and spread.is_modelled(inputs(case).problem(case), arithmetic)
@@ -76,7 +80,7 @@ def in_general_position(case: Case, arithmetic: Arithmetic) -> bool:
 
 @pytest.mark.parametrize("dtype", get_args(Dtype))
 def test_every_case_of_the_grid_is_in_general_position(dtype: Dtype) -> None:
-    """None is left out unseen."""
+    """`test_spread` skips a case that is not in general position. It must skip none of its own cases."""
     cases = general_position(Space(Supports(), device="cuda"), dtype)
     assert [case for case in cases if not in_general_position(case, Arithmetic())] == []
 
