@@ -159,8 +159,8 @@ def bias(
     in_ulps = actual.dtype in (torch.float16, torch.bfloat16)
     unit = (bounds.worst_unit(rows, actual.dtype) if in_ulps else float32_bound.reshape(rows.shape)).sum()
     beyond = got - rows.to(actual.dtype).to(torch.float64)  # the error minus that of the correctly rounded result
-    finite = (got.isfinite() & rows.isfinite()).all()
-    figures = [unit, float32_bound.sum(), (finite & (_distinct(rows) >= BIAS_FEWEST_VALUES)).to(torch.float64)]
+    says_something = (got.isfinite() & rows.isfinite()).all() & (_distinct(rows, actual.dtype) >= BIAS_FEWEST_VALUES)
+    figures = [unit, float32_bound.sum(), says_something.to(torch.float64)]
     for sign in (rows.sign(), None):
         weighted = beyond if sign is None else beyond * sign
         own = [
@@ -169,8 +169,8 @@ def bias(
         ]
         figures += [weighted.sum(), _standard_error(weighted.sum(dim=1)), _standard_error(weighted.sum(dim=0)), *own]
     # One transfer for all figures, so that the CPU waits for the GPU only once.
-    total, explained, finite, *signed = torch.stack(figures).tolist()
-    if not finite or total == 0.0 or not math.isfinite(total):
+    total, explained, is_judged, *signed = torch.stack(figures).tolist()
+    if not is_judged or total == 0.0 or not math.isfinite(total):
         return None
     explained = explained / total if in_ulps else 0.0
     if explained > 1.0:
@@ -186,17 +186,20 @@ def bias(
     )
 
 
-def _distinct(exact: Float[Tensor, "rows columns"]) -> Tensor:
+def _distinct(exact: Float[Tensor, "rows columns"], dtype: torch.dtype) -> Tensor:
     """The effective number of different exact results. Each number counts by its share of their sum.
 
     Equal results have the same rounding error, however many of them there are. For example, dV consists of a few
-    numbers if all weights are equal and the output gradients repeat.
+    numbers if all weights are equal and the output gradients repeat. A result that the dtype holds exactly has no such
+    error, so it counts by itself.
     """
     flat = exact.flatten()
-    step = len(flat) // BIAS_SAMPLE | 1  # odd, so that the sample does not stay in a few columns
-    values, counts = torch.unique(flat[::step].abs(), return_counts=True)
-    shares = values * counts
-    return shares.sum().square() / shares.square().sum()
+    flat = flat[:: len(flat) // BIAS_SAMPLE | 1]  # an odd step, so that the sample does not stay in a few columns
+    is_held = flat == flat.to(dtype).to(torch.float64)
+    values, counts = torch.unique(flat[~is_held].abs(), return_counts=True)
+    shares = torch.cat([values * counts, flat[is_held].abs()])
+    total, squares = shares.sum(), shares.square().sum()
+    return torch.where(squares > 0.0, total.square() / squares, float(len(flat)))
 
 
 def _standard_error(errors: Float[Tensor, " n"]) -> Tensor:

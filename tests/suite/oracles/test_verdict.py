@@ -288,6 +288,14 @@ def test_results_that_repeat_are_one_sample_of_a_bias() -> None:
     assert found.leans
 
 
+def test_equal_results_that_the_dtype_holds_have_a_bias() -> None:
+    """As where every value is 1: the output is 1, and a kernel that loses mass has less in every row."""
+    ones = torch.ones(64, 64, dtype=torch.float64)
+    found = verdict.bias(torch.full((64, 64), 1.0 - 2.0**-11, dtype=torch.float16), ones, torch.full_like(ones, 1e-9))
+    assert found
+    assert found.leans
+
+
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_an_overflow_is_right_where_the_exact_result_overflows(sign: float) -> None:
     """float16 ends at 65504, and rounds from 65520 on to infinity."""
