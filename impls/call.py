@@ -1,7 +1,7 @@
-"""The front door that the project's own implementations share: the public call, its checks and its defaults.
+"""The public call of the project's own kernels: its arguments, their checks and their defaults.
 
-An implementation states its algorithm as a function of checked arguments, and `Attention` or `BlockSparseAttention`
-makes the public call of it. Every error names the argument, the value it had and what would do.
+The algorithm of an implementation is a function of checked arguments. `Attention` or `BlockSparseAttention` turns it
+into the public call. Every error message contains the argument, its value and the valid values.
 """
 
 import math
@@ -17,20 +17,21 @@ from torch.autograd import forward_ad
 from flashproof.impls.shapes import Bool, Float, Float32
 from flashproof.impls.spec import Alignment
 
-BLOCK = 128  # a block mask has one entry for each 128 x 128 block of scores
+BLOCK = 128  # a block mask has one entry for each block of 128 x 128 scores
 MAX_DIM = 256
-MAX_LENGTH = 2**31 - 256  # kernels count rows in 32 bits, and up to 256 of them past the end: a tile of 128, and the next one
+# Kernels count rows in 32 bits. They count up to 256 rows past the end: the rest of a tile of 128, and the next tile.
+MAX_LENGTH = 2**31 - 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-# Tensors of a call, by their shapes.
-Queries = Float[Tensor, "batch heads queries dim"]  # the output and the gradients of queries too
-Keys = Float[Tensor, "batch kv_heads keys dim"]  # values too, and the gradients of both
+# The tensors of a call, by shape.
+Queries = Float[Tensor, "batch heads queries dim"]  # also the output and the gradients of queries
+Keys = Float[Tensor, "batch kv_heads keys dim"]  # also values, and the gradients of keys and values
 Rows = Float32[Tensor, "batch heads queries"]  # one number for each query, such as its LSE
 BlockMask = Bool[Tensor, "batch_or_1 heads_or_1 query_blocks key_blocks"]
 
 
 class Call(NamedTuple):
-    """A checked call. Sizes are positive; `groups` query heads share each key head."""
+    """A checked call. All sizes are positive. `groups` query heads share each key head."""
 
     batch: int
     heads: int
@@ -41,13 +42,13 @@ class Call(NamedTuple):
     dim: int
     scale: float
     is_causal: bool
-    offset: int  # with is_causal, query i sees key j when j <= i + offset: 0 top-left, keys - queries bottom-right
+    offset: int  # with is_causal, query i sees key j if j <= i + offset; top-left: 0, bottom-right: keys - queries
     dropout_p: float
     dropout_seed: int
 
     @property
     def dropout_threshold(self) -> int:
-        """A weight is dropped when the first Philox word w < dropout_threshold, that is w < p 2^32."""
+        """A weight is dropped if its first Philox word w is less than this threshold, that is, if w < p 2^32."""
         return math.ceil(self.dropout_p * 2.0**32)
 
 
@@ -58,28 +59,36 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def opaque(function: Function) -> Function:
-    """A function that torch.compile calls and does not look into.
+    """Makes torch.compile call a function without tracing it.
 
-    Of loops over heads and tiles in Python it would make one graph, for minutes. And it cannot read what a Triton kernel with Philox writes to: it then
-    copies every tensor, and fails on one with a stride of 0.
+    Tracing would unroll the Python loops over heads and tiles into one graph, which takes minutes. In addition,
+    torch.compile cannot determine which tensors a Triton kernel with Philox writes. It then copies every tensor, and
+    fails on a tensor with a stride of 0.
     """
     disabled: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
 
 
 class _Named:
-    """A callable made of a function, in whose place it stands in its module."""
+    """A callable made from a function. It replaces the function in its module."""
 
     def __init__(self, function: Callable[..., object]) -> None:
-        self.__name__, self.__qualname__, self.__module__ = function.__name__, function.__qualname__, function.__module__
+        self.__name__, self.__qualname__, self.__module__ = (
+            function.__name__,
+            function.__qualname__,
+            function.__module__,
+        )
 
     def __reduce__(self) -> str:
-        """Pickles it by its name, as a function."""
+        """Pickles the callable by its name, as a function is pickled."""
         return self.__qualname__
 
 
 class Attention(_Named):
-    """The public call of an algorithm, a function of (query, key, value, call) that answers (out, lse)."""
+    """The public call of an algorithm.
+
+    The algorithm is a function of (query, key, value, call) that returns (out, lse).
+    """
 
     def __init__(self, algorithm: Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]) -> None:
         super().__init__(algorithm)
@@ -98,25 +107,31 @@ class Attention(_Named):
         dropout_p: float = 0.0,
         dropout_seed: int = 0,
         return_lse: bool = False,
-    ) -> Float[Tensor, "batch heads queries dim"] | tuple[Float[Tensor, "batch heads queries dim"], Float32[Tensor, "batch heads queries"]]:
-        """softmax(scale query key^T) value, with gradients for query, key and value.
+    ) -> (
+        Float[Tensor, "batch heads queries dim"]
+        | tuple[Float[Tensor, "batch heads queries dim"], Float32[Tensor, "batch heads queries"]]
+    ):
+        """Computes softmax(scale query key^T) value, with gradients for query, key and value.
 
-        query, key and value are all float32, float16 or bfloat16, with any strides, and dim is at most 256. The output
-        has query's shape and dtype.
+        query, key and value have the same dtype: float32, float16 or bfloat16. They may have any strides, and dim is at
+        most 256. The output has the shape and the dtype of query.
 
-        - is_causal: query i sees key j only where j <= i ("top_left") or j <= i + keys - queries ("bottom_right").
-        - scale: any finite number; None is 1/sqrt(dim).
-        - enable_gqa: heads may be a multiple of kv_heads, and heads / kv_heads query heads in a row share a key head.
-        - dropout_p: the share, in [0, 1), of the normalised weights that are zeroed; the others are divided by
-          1 - dropout_p. dropout_seed, in [0, 2^64), draws them by Philox 4x32-10 (Salmon et al., SC 2011): the same
-          seed drops the same weights.
-        - return_lse: returns (out, lse). lse [batch, heads, queries] is the natural logarithm of the sum of the
-          exponentials of a query's scaled scores, in float32. It carries no gradient.
+        - is_causal: query i sees key j only if j <= i ("top_left") or j <= i + keys - queries ("bottom_right").
+        - scale: any finite number. None means 1/sqrt(dim).
+        - enable_gqa: heads may be a multiple of kv_heads. Then heads / kv_heads consecutive query heads share a key
+          head.
+        - dropout_p: the probability, in [0, 1), that a normalised weight is set to 0. The other weights are divided by
+          1 - dropout_p.
+        - dropout_seed: an integer in [0, 2^64). Philox 4x32-10 (Salmon et al., SC 2011) draws the dropped weights from
+          it. The same seed drops the same weights.
+        - return_lse: returns (out, lse). lse [batch, heads, queries] is float32. It is the natural logarithm of the sum
+          of the exponentials of the scaled scores of a query. It carries no gradient.
 
         A query that sees no key has output 0, LSE -inf and zero gradients.
 
-        Raises TypeError for an argument of the wrong kind, ValueError for one with a wrong value, and
-        NotImplementedError for one with a tangent. What a compiler or a device refuses is a RuntimeError.
+        Raises TypeError for an argument of the wrong type, ValueError for an argument with a wrong value, and
+        NotImplementedError for a tensor with a tangent. If a compiler or a device refuses the call, the error is a
+        RuntimeError.
         """
         call = check_call(query, key, value, is_causal, causal_alignment, scale, enable_gqa, dropout_p, dropout_seed)
         out, lse = self.algorithm(query, key, value, call)
@@ -124,9 +139,14 @@ class Attention(_Named):
 
 
 class BlockSparseAttention(_Named):
-    """The public call of an algorithm over a block mask, a function of (query, key, value, block_mask, call)."""
+    """The public call of an algorithm over a block mask.
 
-    def __init__(self, algorithm: Callable[[Tensor, Tensor, Tensor, Tensor | None, Call], tuple[Tensor, Tensor]]) -> None:
+    The algorithm is a function of (query, key, value, block_mask, call) that returns (out, lse).
+    """
+
+    def __init__(
+        self, algorithm: Callable[[Tensor, Tensor, Tensor, Tensor | None, Call], tuple[Tensor, Tensor]]
+    ) -> None:
         super().__init__(algorithm)
         self.algorithm = algorithm
 
@@ -144,18 +164,24 @@ class BlockSparseAttention(_Named):
         dropout_seed: int = 0,
         block_mask: Bool[Tensor, "batch_or_1 heads_or_1 query_blocks key_blocks"] | None = None,
         return_lse: bool = False,
-    ) -> Float[Tensor, "batch heads queries dim"] | tuple[Float[Tensor, "batch heads queries dim"], Float32[Tensor, "batch heads queries"]]:
-        """softmax(scale query key^T) value over the visible blocks, with gradients for query, key and value.
+    ) -> (
+        Float[Tensor, "batch heads queries dim"]
+        | tuple[Float[Tensor, "batch heads queries dim"], Float32[Tensor, "batch heads queries"]]
+    ):
+        """Computes softmax(scale query key^T) value over the visible blocks, with gradients for query, key and value.
 
-        block_mask is boolean, [1 or batch, 1 or heads, ceil(queries / 128), ceil(keys / 128)]. Where it is False, no
-        query of the block sees a key of it; None shows every block. The rest is as in `Attention.__call__`, errors too.
+        block_mask is a boolean tensor [1 or batch, 1 or heads, ceil(queries / 128), ceil(keys / 128)]. If an entry is
+        False, the queries of the block do not see its keys. If block_mask is None, all blocks are visible. The other
+        arguments, the results and the errors are as in `Attention.__call__`.
         """
-        call = check_call(query, key, value, is_causal, causal_alignment, scale, enable_gqa, dropout_p, dropout_seed, block_mask)
+        call = check_call(
+            query, key, value, is_causal, causal_alignment, scale, enable_gqa, dropout_p, dropout_seed, block_mask
+        )
         out, lse = self.algorithm(query, key, value, block_mask, call)
         return (out, lse) if return_lse else out
 
 
-# ------------------------------------------------------------------------------------------------------ its checks
+# ------------------------------------------------------------------------------------- the checks of its arguments
 
 
 def check_call(
@@ -170,7 +196,7 @@ def check_call(
     dropout_seed: int,
     block_mask: Tensor | None = None,
 ) -> Call:
-    """Checks the arguments of a public call and fills in its defaults. Raises what `Attention.__call__` raises."""
+    """Checks the arguments of a public call and fills in its defaults. Raises the errors of `Attention.__call__`."""
     _check_tensors(query, key, value)
     _check_sizes(query, key, value, enable_gqa)
     if causal_alignment not in ("top_left", "bottom_right"):
@@ -201,28 +227,43 @@ def check_call(
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Each by itself, then that they go together."""
+    """Checks each tensor. Then checks that dtypes and devices agree."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: {type(tensor).__name__} is not a tensor; give a torch.Tensor of shape [batch, heads, length, dim]")
+            raise TypeError(
+                f"{name}: {type(tensor).__name__} is not a tensor; "
+                "give a torch.Tensor of shape [batch, heads, length, dim]"
+            )
         shape = list(tensor.shape)
         if tensor.layout != torch.strided:
-            raise TypeError(f"{name}: layout {tensor.layout} is not taken; give a dense tensor, as to_dense() makes one")
+            raise TypeError(
+                f"{name}: layout {tensor.layout} is not taken; give a dense tensor, as to_dense() makes one"
+            )
         if tensor.ndim != 4:
-            raise ValueError(f"{name}: shape {shape} has {tensor.ndim} dimensions; give four, [batch, heads, length, dim]")
+            raise ValueError(
+                f"{name}: shape {shape} has {tensor.ndim} dimensions; give four, [batch, heads, length, dim]"
+            )
         if tensor.dtype not in _DTYPES:
             raise TypeError(f"{name}: dtype {tensor.dtype} is not taken; give float32, float16 or bfloat16")
         if 0 in tensor.shape:
             raise ValueError(f"{name}: shape {shape} is empty; every size is at least 1")
         if tensor.shape[2] > MAX_LENGTH:
             raise ValueError(f"{name}: length {tensor.shape[2]} is larger than {MAX_LENGTH}, the largest taken")
-        if not torch.compiler.is_compiling() and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
-            raise NotImplementedError(f"{name}: has a tangent, and forward-mode differentiation is not implemented; differentiate backwards")
+        if (
+            not torch.compiler.is_compiling()
+            # A tensor with a tangent asks for forward-mode differentiation.
+            and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+        ):
+            raise NotImplementedError(
+                f"{name}: has a tangent, and forward-mode differentiation is not implemented; differentiate backwards"
+            )
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
             raise TypeError(f"{name}: dtype {tensor.dtype} differs from query's {query.dtype}; give all three the same")
         if tensor.device != query.device:
-            raise ValueError(f"{name}: device {tensor.device} differs from query's {query.device}; put all three on one device")
+            raise ValueError(
+                f"{name}: device {tensor.device} differs from query's {query.device}; put all three on one device"
+            )
 
 
 def _check_sizes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
@@ -237,19 +278,24 @@ def _check_sizes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
     if dim > MAX_DIM:
         raise ValueError(f"query: head dim {dim} is larger than {MAX_DIM}, the largest taken")
     if heads != kv_heads and not enable_gqa:
-        raise ValueError(f"key: {kv_heads} heads for query's {heads}; give equal numbers, or enable_gqa=True to share key heads")
+        raise ValueError(
+            f"key: {kv_heads} heads for query's {heads}; give equal numbers, or enable_gqa=True to share key heads"
+        )
     if heads % kv_heads:
-        raise ValueError(f"key: {kv_heads} heads do not divide query's {heads}; with enable_gqa query's heads are a multiple of key's")
+        raise ValueError(
+            f"key: {kv_heads} heads do not divide query's {heads}; "
+            "with enable_gqa query's heads are a multiple of key's"
+        )
 
 
 def _checked_scale(scale: float | None, dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(dim)
-    # Under torch.compile a number of NumPy is no float, but it can be made one.
+    # Under torch.compile, a NumPy number is not an instance of float, but float() converts it.
     if isinstance(scale, bool) or not isinstance(scale, int | float | numpy.floating | numpy.ndarray):
         raise TypeError(f"scale: {_short(scale)} is not a number; give a finite float, or None for 1/sqrt(dim)")
     scale = scale if isinstance(scale, int) else float(scale)
-    # No math.isfinite: it takes no integer beyond float64, and torch.compile cannot trace it.
+    # math.isfinite does not accept integers beyond float64, and torch.compile cannot trace it.
     if not -sys.float_info.max <= scale <= sys.float_info.max:
         raise ValueError(f"scale: {scale} is not finite; give a finite float, or None for 1/sqrt(dim)")
     return float(scale)
@@ -275,7 +321,8 @@ def _check_block_mask(block_mask: Tensor, query: Tensor, keys: int) -> None:
     shape = tuple(block_mask.shape)
     if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2:] != blocks:
         raise ValueError(
-            f"block_mask: shape {list(shape)} does not fit; give [1 or {batch}, 1 or {heads}, {blocks[0]}, {blocks[1]}], "
+            f"block_mask: shape {list(shape)} does not fit; "
+            f"give [1 or {batch}, 1 or {heads}, {blocks[0]}, {blocks[1]}], "
             f"an entry for each {BLOCK} x {BLOCK} block of scores"
         )
     if block_mask.device != query.device:
@@ -283,5 +330,8 @@ def _check_block_mask(block_mask: Tensor, query: Tensor, keys: int) -> None:
 
 
 def _short(argument: object) -> str:
-    """An argument as an error shows it: a tensor by its kind, since its numbers would fill the screen."""
+    """An argument as an error message shows it.
+
+    A tensor is shown by its shape, because its numbers would fill the screen.
+    """
     return f"a tensor of shape {list(argument.shape)}" if isinstance(argument, Tensor) else repr(argument)

@@ -1,6 +1,6 @@
-"""Every implementation of the project, one line each.
+"""The catalogue: every implementation of the project, one line each.
 
-Nothing here imports a kernel before it is loaded: names can be listed on a machine that has neither Triton nor CUDA.
+A kernel is imported only when it is loaded. So names can be listed on a machine that has neither Triton nor CUDA.
 """
 
 import difflib
@@ -33,7 +33,10 @@ FORMS = "give a name of the catalogue, 'package.module:attribute' or 'path/file.
 
 
 def names(patterns: Sequence[str]) -> list[str]:
-    """The catalogue's names that match any of the globs, in its order. Raises ValueError for a glob that matches none, with the names that are close."""
+    """The names in the catalogue that match at least one of the globs, in the order of the catalogue.
+
+    Raises ValueError for a glob that matches no name. The message contains similar names.
+    """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in CATALOGUE):
             raise ValueError(unknown(pattern))
@@ -41,9 +44,10 @@ def names(patterns: Sequence[str]) -> list[str]:
 
 
 def load(name: str) -> Implementation:
-    """The implementation of a name of the catalogue.
+    """Loads the implementation with this name.
 
-    Raises ValueError for a name that it does not hold, and ImportError where a backend is not installed.
+    Raises ValueError if the name is not in the catalogue, ImportError if a backend is not installed, and TypeError if
+    the attribute is not an `Implementation`.
     """
     if name not in CATALOGUE:
         raise ValueError(unknown(name))
@@ -55,11 +59,11 @@ def load(name: str) -> Implementation:
 
 
 def unknown(name: str) -> str:
-    """The words of an error about a name that the catalogue does not hold."""
+    """The error message for a name that is not in the catalogue."""
     return f"{name}: no implementation of the catalogue has this name{close(name, CATALOGUE)}; {FORMS}"
 
 
 def close(name: str, known: Iterable[str]) -> str:
-    """The known names that are close to one, as the end of an error; nothing where there are none."""
+    """The known names that are similar to a name, as the end of an error message. Empty if there are none."""
     found = difflib.get_close_matches(name, list(known), n=3)
     return f"; close: {', '.join(found)}" if found else ""

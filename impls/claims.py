@@ -1,4 +1,7 @@
-"""Whether the functions of a claim answer: `missing` and `arithmetic` of an `Implementation`. Its fields are checked when it is made."""
+"""Checks the functions of a claim: `missing` and `arithmetic` of an `Implementation`.
+
+The fields of a claim are checked when the claim is made.
+"""
 
 from itertools import product
 
@@ -7,7 +10,10 @@ from flashproof.impls.spec import Arithmetic, Device, Dtype, Implementation
 
 
 def check(implementation: Implementation) -> None:
-    """Raises ValueError for the first function that does not answer: its call, its answer and what would do."""
+    """Calls the functions of a claim. Raises ValueError for the first function that does not give a valid answer.
+
+    The message contains the call, its answer and the valid answers.
+    """
     supports = implementation.supports
     for device in supports.devices:
         _check_missing(implementation, device)
@@ -20,9 +26,13 @@ def _check_missing(implementation: Implementation, device: Device) -> None:
     try:
         reason = implementation.missing(device)
     except Exception as error:
-        raise ValueError(f"{call}: raised {_said(error)}; give a function that takes a device and returns None or a str") from error
+        raise ValueError(
+            f"{call}: raised {_said(error)}; give a function that takes a device and returns None or a str"
+        ) from error
     if not isinstance(reason, str | None):
-        raise ValueError(f"{call}: returned {reason!r}; return None if the kernel runs there, and a str that says why if it does not")
+        raise ValueError(
+            f"{call}: returned {reason!r}; return None if the kernel runs there, and a str that says why if it does not"
+        )
 
 
 def _check_arithmetic(implementation: Implementation, dtype: Dtype, device: Device) -> None:

@@ -1,6 +1,6 @@
-"""The rules for a field of a claim: it holds what its type says, and its numbers make sense.
+"""The rules for a field of a claim: its value has the type of the field, and its numbers make sense.
 
-Checks trust claims. A misspelt claim would pass for one that was not made: what it asks for would not be verified.
+The checks trust the claims. A misspelt claim would look like a claim that was not made, and no check would verify it.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 class UnreadableClaim(ValueError):
-    """A field of a claim that cannot be read: its name, its value and what would do."""
+    """A field of a claim is invalid. The message contains the field, its value and the valid values."""
 
 
 def check_types(claim: object, kind: type) -> None:
-    """Raises UnreadableClaim for the first field whose value is not what its type says. Fields that a subclass adds are left alone."""
+    """Raises UnreadableClaim for the first field whose value does not have the type of the field.
+
+    kind: the class whose fields are checked. Fields that a subclass adds are not checked.
+    """
     kinds = _kinds(kind)
     for field in fields(kind):
         value = getattr(claim, field.name)
@@ -25,14 +28,14 @@ def check_types(claim: object, kind: type) -> None:
 
 
 def check_number(claim: object, name: str, *, least: float) -> None:
-    """Raises UnreadableClaim for a number that is too small or not finite. None is left alone."""
+    """Raises UnreadableClaim if a number is smaller than `least` or not finite. None is valid."""
     number = getattr(claim, name)
     if number is not None and not (isfinite(number) and number >= least):
         raise wrong(claim, name, f"a finite number of at least {least}")
 
 
 def wrong(claim: object, name: str, wanted: str) -> UnreadableClaim:
-    """The error for a field. wanted: what would do, as in "a bool"."""
+    """The error for an invalid field. wanted: the valid values, such as "a bool"."""
     return UnreadableClaim(f"{type(claim).__name__}.{name}: {getattr(claim, name)!r} will not do; give {wanted}")
 
 
@@ -42,7 +45,7 @@ def _kinds(kind: type) -> dict[str, Any]:
 
 
 def _is_of(value: object, kind: Any) -> bool:
-    """Whether a value is of a kind. Knows the kinds that fields of a claim have."""
+    """Whether a value has a type. Supports only the types that fields of a claim have."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
         return isinstance(value, str) and value in arguments
@@ -58,7 +61,7 @@ def _is_of(value: object, kind: Any) -> bool:
 
 
 def _named(kind: Any) -> str:
-    """A kind in words, as what would do."""
+    """The valid values of a type, in words."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
         return " or ".join(map(repr, arguments))

@@ -1,7 +1,7 @@
-"""Shapes in signatures: the types of jaxtyping where it is installed, as in a clone, and stand-ins elsewhere.
+"""Shapes in signatures: the types of jaxtyping if it is installed, and stand-ins otherwise.
 
-flashproof does not depend on jaxtyping: wherever that is installed, it loads NumPy into every run of pytest. A clone has
-it, so that mypy reads the shapes, and the tests of flashproof itself check them at run time.
+flashproof does not depend on jaxtyping, because an installed jaxtyping loads NumPy into every run of pytest. A clone
+has jaxtyping. There, mypy reads the shapes, and the tests of flashproof itself check them at run time.
 """
 
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ if TYPE_CHECKING or find_spec("jaxtyping"):
 else:
 
     class _Shaped:
-        """`Float[Tensor, "batch dim"]` is Tensor."""
+        """Makes `Float[Tensor, "batch dim"]` mean Tensor."""
 
         def __class_getitem__(cls, item: tuple[type, str]) -> type:
             return item[0]

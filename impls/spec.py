@@ -1,7 +1,8 @@
-"""What an implementation says of itself: what it supports, and the arithmetic it does.
+"""The claims of an implementation: what it supports, and its arithmetic.
 
-A claim is data. Every check reads it, none asks for a name: `Supports` decides which cases an implementation is given, `Arithmetic`
-decides how large its error may be (`oracles/bounds.py` turns it into a bound).
+A claim is data. Every check reads the claims, and no check depends on a name. `Supports` decides which cases an
+implementation receives. `Arithmetic` decides how large its error may be: `oracles/bounds.py` computes the bound from
+it.
 """
 
 from collections.abc import Callable
@@ -20,33 +21,33 @@ SIXTEEN_BIT: tuple[Dtype, ...] = ("float16", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class Supports:
-    """The inputs that an implementation takes, and the promises it makes about them.
+    """The inputs that an implementation supports, and its promises about them.
 
-    The defaults are a modest kernel: full attention, forward and backward, in three dtypes. Inputs outside are never given to it, and the
-    report shows them as not claimed.
+    The defaults describe a modest kernel: full attention, forward and backward, in three dtypes. An implementation
+    never receives an input outside its claims. The report shows such inputs as not claimed.
     """
 
     dtypes: tuple[Dtype, ...] = DTYPES
     devices: tuple[Device, ...] = ("cpu", "cuda")
     backward: bool = True
     causal: tuple[Alignment, ...] = ()
-    scale: Literal["default", "positive", "finite"] = "default"  # "finite" takes zero and negative scales too
+    scale: Literal["default", "positive", "finite"] = "default"  # "finite" includes zero and negative scales
     grouped_heads: bool = False
     cross_lengths: bool = False  # queries != keys
-    strided: bool = False  # any strides: transposed, sliced, expanded; inputs and output gradients
-    unaligned: bool = False  # tensors that begin anywhere, not only at an address that vector loads ask for
+    strided: bool = False  # inputs and output gradients have any strides (transposed, sliced, expanded)
+    unaligned: bool = False  # tensors start at any address, not only at an address that is aligned for vector loads
     block_mask: bool = False
     dropout: bool = False
-    lse: bool = False  # return_lse=True answers (out, lse)
-    dims: tuple[int, int] = (1, 256)  # smallest and largest head dim
-    dim_multiple: int = 1  # head dims are multiples of this
-    masked_nan: bool = False  # NaN inside a masked key or value changes nothing
-    deterministic: bool = False  # two runs agree bitwise
-    batch_invariant: bool = False  # a slice of a batch agrees bitwise with the batch
-    linear_memory: bool = False  # beyond inputs and outputs, memory at most doubles when the sequence doubles
+    lse: bool = False  # return_lse=True returns (out, lse)
+    dims: tuple[int, int] = (1, 256)  # the smallest and the largest head dim
+    dim_multiple: int = 1  # head dims are multiples of this number
+    masked_nan: bool = False  # a NaN in a masked key or value changes nothing
+    deterministic: bool = False  # two runs return the same bits
+    batch_invariant: bool = False  # a slice of a batch returns the same bits as the whole batch
+    linear_memory: bool = False  # memory beyond inputs and outputs at most doubles when the sequence doubles
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a field that cannot be read."""
+        """Raises ValueError for an invalid field."""
         check_types(self, Supports)
         for name, known in (("dtypes", DTYPES), ("devices", get_args(Device))):
             if not getattr(self, name):
@@ -58,7 +59,7 @@ class Supports:
             raise wrong(self, "dim_multiple", f"a number that has a multiple from {low} to {high}")
 
 
-# What the project's own kernels take and promise. Those over a block mask take that too.
+# What the project's own kernels support and promise. The block-sparse kernels also support a block mask.
 OWN_KERNELS = Supports(
     causal=("top_left", "bottom_right"),
     scale="finite",
@@ -76,40 +77,43 @@ OWN_KERNELS = Supports(
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """The roundings that an implementation makes, for one dtype on one kind of device.
+    """The roundings of an implementation, for one dtype on one kind of device.
 
-    The defaults are FlashAttention's on plain floating-point units: exact products summed in float32, weights cast to the input dtype before
-    the second product, gradients summed in float32 and rounded once.
+    The defaults describe FlashAttention on plain floating-point units. Products are exact, and their sums are float32.
+    Weights are cast to the input dtype before the second product. Gradients are summed in float32 and rounded once.
     """
 
     accumulate: Literal["fma", "tensor_core", "float64"] = "fma"  # tensor cores truncate: twice the unit roundoff
-    # What float32 operands are rounded to, to nearest, before they are multiplied. "input": the input dtype, and products too, as under torch.autocast.
+    # Before a product, float32 operands are rounded to nearest in this format. "input": operands and products are
+    # rounded to the input dtype, as under torch.autocast.
     products: Literal["exact", "3xtf32", "tf32", "input"] = "exact"
-    weights: Literal["input", "float32"] = "input"  # what P and dS are cast to before the second product
-    # What the forward divides its weights by. "sum": their own sum, in which the errors that they share cancel. "lse": exp(lse), of an LSE that was
-    # rounded, as in a second pass over the keys, or where parts of them are merged by their LSEs.
+    weights: Literal["input", "float32"] = "input"  # P and dS are cast to this dtype before the second product
+    # The forward pass divides its weights by this. "sum": their own sum, so the errors that they share cancel. "lse":
+    # exp(lse) with a rounded LSE, as in a second pass over the keys, or when parts of the keys are merged by their
+    # LSEs.
     normaliser: Literal["sum", "lse"] = "sum"
-    # Where the contributions to a gradient are added up. "heads": each query head's in float32, and those of the heads of a group in the input dtype.
+    # The dtype in which the contributions to a gradient are summed. "heads": float32 within a query head, and the input
+    # dtype over the query heads of a group.
     gradients: Literal["float32", "heads", "input"] = "float32"
-    exp_ulps: float = 2.0  # error of the exponential, in units of the last place
-    exp_smallest: float = 2.0**-126  # a float32 exponential below this may be answered as 0
-    key_tile: int | None = None  # keys per step of the online softmax; None: unknown, taken at its worst
-    query_tile: int | None = None  # queries per step of the backward, for gradients="input"
+    exp_ulps: float = 2.0  # error of the exponential, in units in the last place
+    exp_smallest: float = 2.0**-126  # a float32 exponential below this may become 0
+    key_tile: int | None = None  # keys per step of the online softmax; None: unknown, the bound assumes the worst case
+    query_tile: int | None = None  # queries per step of the backward pass, for gradients="input"
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a field that cannot be read."""
+        """Raises ValueError for an invalid field."""
         check_types(self, Arithmetic)
         for name, least in (("exp_ulps", 0), ("exp_smallest", 0), ("key_tile", 1), ("query_tile", 1)):
             check_number(self, name, least=least)
 
 
 def arithmetic_of_flash(dtype: Dtype, device: Device) -> Arithmetic:
-    """FlashAttention's arithmetic: float32 in IEEE arithmetic, 16 bit on tensor cores where there are any."""
+    """FlashAttention's arithmetic: IEEE float32 for float32 inputs, and tensor cores for 16-bit inputs on CUDA."""
     return Arithmetic(accumulate="tensor_core" if device == "cuda" and dtype != "float32" else "fma")
 
 
 def arithmetic_of_callables(dtype: Dtype, device: Device) -> Arithmetic:
-    """What a bare callable is taken to have: FlashAttention's arithmetic, the weights normalised in either way."""
+    """The assumed arithmetic of a bare callable: FlashAttention's, with weights normalised in either way."""
     return replace(arithmetic_of_flash(dtype, device), normaliser="lse")
 
 
@@ -117,24 +121,29 @@ def arithmetic_of_callables(dtype: Dtype, device: Device) -> Arithmetic:
 class Implementation:
     """One attention function under verification.
 
-    `attention(query, key, value, *, is_causal=False, scale=None, enable_gqa=False, ...) -> out` with torch's meaning: query
-    [batch, heads, queries, dim], key and value [batch, kv_heads, keys, dim], out like query, gradients by autograd. Keywords beyond torch's, given only
-    where `supports` names them: `causal_alignment`, `block_mask`, `dropout_p` with `dropout_seed`, `return_lse`.
+    The function is `attention(query, key, value, *, is_causal=False, scale=None, enable_gqa=False, ...) -> out`. Its
+    arguments have the same meaning as in torch. query is [batch, heads, queries, dim], key and value are
+    [batch, kv_heads, keys, dim], and out has the shape of query. Autograd provides the gradients. The function receives
+    further keywords only if `supports` names them: `causal_alignment`, `block_mask`, `dropout_p` with `dropout_seed`,
+    `return_lse`.
     """
 
-    name: str  # in the catalogue; a run knows what is not of it by the words that load it
+    name: str  # the name in the catalogue; a run names an external kernel by the target that loads it
     attention: Callable[..., object]
     supports: Supports = Supports()
-    arithmetic: Callable[[Dtype, Device], Arithmetic] = arithmetic_of_flash  # asked on any machine, of devices that are not there too
+    # The verifier calls this on any machine, also for devices that the machine does not have.
+    arithmetic: Callable[[Dtype, Device], Arithmetic] = arithmetic_of_flash
     summary: str = ""  # one sentence for the report
-    missing: Callable[[Device], str | None] = lambda device: None  # why it cannot run there ("CUDA: no device"), or None
-    # What takes long there: each tile, as in an interpreter, or each new shape, which is compiled. A run gives it fewer cases, and smaller ones if it is each
-    # tile. Heeded of the catalogue alone.
+    # The reason why the kernel cannot run on a device ("CUDA: no device"), or None if it can.
+    missing: Callable[[Device], str | None] = lambda device: None
+    # What is slow on a device. "tile": each tile, as in an interpreter. "shape": each new shape, because it is
+    # compiled. A run then uses fewer cases, and for "tile" also smaller ones. It ignores this field of an external
+    # kernel.
     slow: Callable[[Device], Literal["tile", "shape"] | None] = lambda device: None
-    bare: bool = False  # a callable taken as it stands: what it refuses with a clear exception is not a failure
+    bare: bool = False  # a bare callable: a refusal with a clear exception is not a failure
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a field that cannot be read."""
+        """Raises ValueError for an invalid field."""
         if isinstance(self.arithmetic, Arithmetic):
             raise wrong(self, "arithmetic", "a function, as `lambda dtype, device: Arithmetic(...)`")
         check_types(self, Implementation)

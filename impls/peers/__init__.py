@@ -1,1 +1,4 @@
-"""Thin adapters: other people's kernels behind the call of this project, each pinned, so that none can hand its work to another unseen."""
+"""Thin adapters that give the kernels of other projects the call of this project.
+
+Each adapter pins one kernel, so that no kernel can silently pass its work to another.
+"""

@@ -1,6 +1,8 @@
-"""FlexAttention (`torch.nn.attention.flex_attention`), compiled: Triton kernels that PyTorch writes for the mask of the call.
+"""FlexAttention (`torch.nn.attention.flex_attention`), compiled.
 
-For CUDA alone: on a CPU it has no backward pass. It compiles once for each kind of call, which takes seconds, for all lengths at once (`dynamic`).
+PyTorch generates Triton kernels for the mask of a call. This implementation is for CUDA only, because FlexAttention has
+no backward pass on a CPU. It compiles once for each kind of call, for all lengths at once (`dynamic`). A compilation
+takes seconds.
 """
 
 from functools import cache
@@ -16,7 +18,11 @@ from flashproof.impls.spec import Alignment, Device, Implementation, Supports
 
 @cache
 def compiled() -> Any:
-    """FlexAttention as a kernel. Uncompiled it would be textbook attention, so what cannot be compiled is an error (`fullgraph`)."""
+    """FlexAttention as a compiled kernel.
+
+    Without compilation, FlexAttention would be textbook attention. So code that cannot be compiled is an error
+    (`fullgraph`).
+    """
     return torch.compile(flex_attention, fullgraph=True, dynamic=True)
 
 
@@ -32,26 +38,32 @@ def attention(
     block_mask: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """FlexAttention behind the call of this project. Its log-sum-exp is the natural one."""
+    """FlexAttention with the call of this project. Its log-sum-exp uses the natural logarithm."""
     mask = _block_mask(query, key, is_causal, causal_alignment, block_mask)
-    # Every kind of call is a kernel of its own; beyond a few, torch.compile would give up.
+    # Each kind of call needs its own kernel. With the default limits, torch.compile gives up after a few kernels.
     with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
         if not return_lse:
             out: Tensor = compiled()(query, key, value, block_mask=mask, scale=scale, enable_gqa=enable_gqa)
             return out
-        out, aux = compiled()(query, key, value, block_mask=mask, scale=scale, enable_gqa=enable_gqa, return_aux=AuxRequest(lse=True))
+        out, aux = compiled()(
+            query, key, value, block_mask=mask, scale=scale, enable_gqa=enable_gqa, return_aux=AuxRequest(lse=True)
+        )
         return out, aux.lse
 
 
-def _block_mask(query: Tensor, key: Tensor, is_causal: bool, alignment: Alignment, blocks: Tensor | None) -> BlockMask | None:
+def _block_mask(
+    query: Tensor, key: Tensor, is_causal: bool, alignment: Alignment, blocks: Tensor | None
+) -> BlockMask | None:
     if not is_causal and blocks is None:
         return None
     batch, heads, queries, _ = query.shape
     keys, device = key.shape[2], query.device
-    # Tensors, not numbers: a number would be part of the kernel, and each a reason to compile again.
+    # The mask reads tensors. A number would be part of the kernel, and each new number would cause a new compilation.
     offset = torch.tensor((keys - queries if alignment == "bottom_right" else 0) if is_causal else keys, device=device)
     sizes = (-(-queries // BLOCK), -(-keys // BLOCK))
-    table = (torch.ones(sizes, dtype=torch.bool, device=device) if blocks is None else blocks).expand(batch, heads, *sizes)
+    table = (torch.ones(sizes, dtype=torch.bool, device=device) if blocks is None else blocks).expand(
+        batch, heads, *sizes
+    )
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j <= i + offset) & table[b, h, i // BLOCK, j // BLOCK]
@@ -60,15 +72,24 @@ def _block_mask(query: Tensor, key: Tensor, is_causal: bool, alignment: Alignmen
 
 
 def missing(device: Device) -> str | None:
-    """Why it cannot run."""
+    """The reason why the kernel cannot run on a device, or None if it can."""
     return "CUDA: no device" if device == "cuda" and not torch.cuda.is_available() else None
 
 
 implementation = Implementation(
     name="flex",
     attention=attention,
-    # FlexAttention takes more than this; but each kind of call is compiled for some ten seconds, and a claim has to be verified in minutes.
-    supports=Supports(dtypes=("float16", "bfloat16"), devices=("cuda",), causal=("top_left",), block_mask=True, lse=True, dims=(64, 128), dim_multiple=64),
+    # FlexAttention supports more than this. But the compilation of each kind of call takes about ten seconds, and the
+    # verification of a claim may only take minutes.
+    supports=Supports(
+        dtypes=("float16", "bfloat16"),
+        devices=("cuda",),
+        causal=("top_left",),
+        block_mask=True,
+        lse=True,
+        dims=(64, 128),
+        dim_multiple=64,
+    ),
     slow=lambda device: "shape",
     summary="PyTorch's FlexAttention, compiled for the mask; claimed for 16 bit, usual head dims and block masks only.",
     missing=missing,

@@ -1,7 +1,8 @@
-"""PyTorch's `scaled_dot_product_attention`, one implementation for each kernel behind it.
+"""PyTorch's `scaled_dot_product_attention`, one implementation for each of its kernels.
 
-PyTorch chooses among its kernels by device, dtype and shape, and falls back without a word. Here each is pinned with `sdpa_kernel`: what the pinned kernel does
-not take is refused, with PyTorch's reasons. The pin covers the backward pass: its kernel is the one that the forward pass wrote into the graph.
+PyTorch chooses a kernel by device, dtype and shape, and falls back silently. Here, `sdpa_kernel` pins each kernel. If
+the pinned kernel does not support a call, the call is refused with PyTorch's reasons. The pin also covers the backward
+pass, because the forward pass writes the backward kernel into the graph.
 """
 
 import warnings
@@ -17,7 +18,11 @@ from flashproof.impls.spec import Arithmetic, Device, Dtype, Implementation, Sup
 
 
 def pinned(backend: SDPBackend) -> Callable[..., Tensor]:
-    """`scaled_dot_product_attention` on one kernel. Raises NotImplementedError, with PyTorch's reasons, for what it does not take."""
+    """`scaled_dot_product_attention` on one kernel.
+
+    The returned function raises NotImplementedError, with PyTorch's reasons, for a call that the kernel does not
+    support.
+    """
 
     def attention(
         query: Tensor,
@@ -31,7 +36,9 @@ def pinned(backend: SDPBackend) -> Callable[..., Tensor]:
         with warnings.catch_warnings(record=True) as reasons, sdpa_kernel(backend):
             warnings.simplefilter("always")
             try:
-                return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+                return torch.nn.functional.scaled_dot_product_attention(
+                    query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+                )
             except RuntimeError as error:
                 if not str(error).startswith("No "):  # "No available kernel", "No viable backend"
                     raise
@@ -42,16 +49,25 @@ def pinned(backend: SDPBackend) -> Callable[..., Tensor]:
 
 
 def unit_stride(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The fused kernels ask that the elements of a row stand side by side; where they do not, PyTorch falls back to math. Here such an input is copied."""
+    """Makes an input contiguous if its last stride is not 1.
+
+    The fused kernels require that the elements of a row are adjacent in memory. For other inputs, PyTorch falls back to
+    math.
+    """
 
     def with_copies(query: Tensor, key: Tensor, value: Tensor, **keywords: object) -> Tensor:
-        return attention(*(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)), **keywords)
+        return attention(
+            *(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)), **keywords
+        )
 
     return with_copies
 
 
 def contiguous_gradient(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """cuDNN's backward reads an output gradient by the strides of another one, and answers NaN (pytorch#134001). Here it is copied."""
+    """Makes the output gradient contiguous.
+
+    cuDNN's backward pass reads an output gradient with the strides of another one, and returns NaN (pytorch#134001).
+    """
 
     def with_copies(query: Tensor, key: Tensor, value: Tensor, **keywords: object) -> Tensor:
         out = attention(query, key, value, **keywords)
@@ -62,7 +78,7 @@ def contiguous_gradient(attention: Callable[..., Tensor]) -> Callable[..., Tenso
 
 
 class _Contiguous(torch.autograd.Function):
-    """The tensor itself, whose gradient is made contiguous."""
+    """Returns the tensor itself, and makes its gradient contiguous."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -74,60 +90,84 @@ class _Contiguous(torch.autograd.Function):
 
 
 def not_on_cuda(device: Device) -> str | None:
-    """Why a kernel for CUDA cannot run."""
+    """The reason why a kernel cannot run on a device, or None if it can."""
     return "CUDA: no device" if device == "cuda" and not torch.cuda.is_available() else None
 
 
 def arithmetic_of_math(dtype: Dtype, device: Device) -> Arithmetic:
-    """Whole matrices; 16-bit inputs are cast to float32, and only results are cast back (aten `_scaled_dot_product_attention_math`)."""
+    """Whole matrices in float32 (aten `_scaled_dot_product_attention_math`).
+
+    16-bit inputs are cast to float32, and only the results are cast back.
+    """
     return Arithmetic(accumulate="fma", weights="float32", exp_ulps=2.0)
 
 
 def arithmetic_of_flash_cpu(dtype: Dtype, device: Device) -> Arithmetic:
-    """Key tiles of 512, query tiles of 32 to 256. In 16 bit a tile's contribution is added to the 16-bit gradient itself, not to a float32 sum.
+    """Key tiles of 512, query tiles of 32 to 256.
 
-    The exponential is the vector library's fast one, of 20 ulps (aten `FlashAttentionKernel.cpp`). It makes 2^n as 2 x 2^(n - 1), with n rounded to
-    nearest. 2^-127 is flushed to 0, and so is every exponential below 2^-125.5. Measured: exp(x) is 0 up to x = -86.98997, which is -125.5 ln 2.
+    In 16 bit, the contribution of a tile is added to the 16-bit gradient itself, not to a float32 sum.
+
+    The exponential is the fast one of the vector library, with an error of 20 ulps (aten `FlashAttentionKernel.cpp`).
+    It computes 2^n as 2 x 2^(n - 1), with n rounded to nearest. 2^-127 is flushed to 0, so every exponential below
+    2^-125.5 is 0. Measured: exp(x) is 0 up to x = -86.98997, which is -125.5 ln 2.
     """
     gradients: Literal["float32", "input"] = "float32" if dtype == "float32" else "input"
-    return Arithmetic(accumulate="fma", exp_ulps=20.0, exp_smallest=2.0**-125.5, key_tile=512, query_tile=32, gradients=gradients)
+    return Arithmetic(
+        accumulate="fma", exp_ulps=20.0, exp_smallest=2.0**-125.5, key_tile=512, query_tile=32, gradients=gradients
+    )
 
 
 def arithmetic_by_heads(dtype: Dtype, device: Device) -> Arithmetic:
-    """FlashAttention's, but for grouped heads: each query head's dK and dV is rounded to the inputs' dtype before those of a group are added.
+    """FlashAttention's arithmetic, except for the gradients of grouped heads.
 
-    Source: `mha_bwd` in aten's `flash_api.cpp` (`dk_expanded`, `dv_expanded`). cuDNN answers the same bits where the roundings show: of two heads that share
-    a key, whose dV is 2.8 units of the smallest float16 in all, it makes 2 units, not 3.
+    The dK and dV of each query head are rounded to the input dtype before the heads of a group are added. Source:
+    `mha_bwd` in aten's `flash_api.cpp` (`dk_expanded`, `dv_expanded`).
+
+    cuDNN returns the same bits where these roundings are visible. For example, two heads share a key, and their dV is
+    2.8 units of the smallest float16 in total. cuDNN returns 2 units, not 3.
     """
     return replace(arithmetic_of_flash(dtype, device), gradients="heads")
 
 
 def arithmetic_of_efficient(dtype: Dtype, device: Device) -> Arithmetic:
-    """Tensor cores in every dtype: float32 products are three TF32 products each (CUTLASS `OpMultiplyAddFastF32`)."""
+    """Tensor cores in every dtype. A float32 product is three TF32 products (CUTLASS `OpMultiplyAddFastF32`)."""
     return Arithmetic(accumulate="tensor_core", products="3xtf32" if dtype == "float32" else "exact")
 
 
 math = Implementation(
     name="sdpa.math",
     attention=pinned(SDPBackend.MATH),
-    supports=Supports(causal=("top_left",), scale="finite", grouped_heads=True, cross_lengths=True, strided=True, unaligned=True),
+    supports=Supports(
+        causal=("top_left",), scale="finite", grouped_heads=True, cross_lengths=True, strided=True, unaligned=True
+    ),
     arithmetic=arithmetic_of_math,
     summary="PyTorch's textbook attention: whole matrices in float32.",
     missing=not_on_cuda,
 )
 
-# No scale of 0 or below is claimed: with a causal mask this kernel multiplies the -inf of hidden scores by the scale, and answers NaN or lets hidden keys in.
+# The claim excludes scales of 0 or below. With a causal mask, this kernel multiplies the -inf of hidden scores by the
+# scale. Then it returns NaN, or hidden keys become visible.
 flash_cpu = Implementation(
     name="sdpa.flash_cpu",
     attention=unit_stride(pinned(SDPBackend.FLASH_ATTENTION)),
-    supports=Supports(devices=("cpu",), causal=("top_left",), scale="positive", grouped_heads=True, cross_lengths=True, strided=True, unaligned=True),
+    supports=Supports(
+        devices=("cpu",),
+        causal=("top_left",),
+        scale="positive",
+        grouped_heads=True,
+        cross_lengths=True,
+        strided=True,
+        unaligned=True,
+    ),
     arithmetic=arithmetic_of_flash_cpu,
     summary="PyTorch's fused kernel for the CPU.",
 )
 
-# The kernels for CUDA stand as they are (`bare`): beyond their claims they refuse, and say so, what no claim can name, such as causal masks with
-# queries != keys (flash, whose own alignment is bottom-right) or a single key (cuDNN). Tensors that begin anywhere are not claimed: flash, and efficient in
-# float32, end in a CUDA error, misaligned address, which leaves the process without its device (pytorch#183484); cuDNN declines the backward.
+# The CUDA kernels are bare (`bare`). They refuse, with a clear exception, some calls that no claim can describe.
+# Examples are causal masks with queries != keys (flash, whose own alignment is bottom-right) and a single key (cuDNN).
+#
+# The CUDA kernels do not claim unaligned tensors. For these, flash, and efficient in float32, end in a CUDA error
+# (misaligned address), and the process loses its device (pytorch#183484). cuDNN refuses the backward pass.
 flash = Implementation(
     name="sdpa.flash",
     attention=unit_stride(pinned(SDPBackend.FLASH_ATTENTION)),
@@ -149,7 +189,15 @@ flash = Implementation(
 efficient = Implementation(
     name="sdpa.efficient",
     attention=unit_stride(pinned(SDPBackend.EFFICIENT_ATTENTION)),
-    supports=Supports(devices=("cuda",), causal=("top_left",), scale="positive", cross_lengths=True, strided=True, dims=(8, 256), dim_multiple=8),
+    supports=Supports(
+        devices=("cuda",),
+        causal=("top_left",),
+        scale="positive",
+        cross_lengths=True,
+        strided=True,
+        dims=(8, 256),
+        dim_multiple=8,
+    ),
     arithmetic=arithmetic_of_efficient,
     summary="xFormers' memory-efficient kernel (CUTLASS) as shipped with PyTorch.",
     missing=not_on_cuda,

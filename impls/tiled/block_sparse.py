@@ -1,10 +1,13 @@
-"""Block-sparse FlashAttention: FlashAttention-2 over a block mask (Dao et al., "FlashAttention", 2022, arXiv 2205.14135, section 3.3 and Algorithm 5).
+"""Block-sparse FlashAttention: FlashAttention-2 over a block mask.
 
-What changed against FlashAttention-2: a mask has one entry for each block of 128 x 128 scores, and steps are made for visible blocks alone, forward and
-backward. They are found before the work begins: a row of the table lists a query tile's key tiles, for out and dQ, a column a key tile's query tiles, for
-dK and dV. Only blocks that the causal mask cuts are masked inside. The work is proportional to the visible share.
+Source: Dao et al., "FlashAttention", 2022, arXiv 2205.14135, section 3.3 and Algorithm 5.
 
-Shapes: Br = Bc = BLOCK = 128 queries and keys, d = head dim; the last tile of a length is as short as it is.
+Changes from FlashAttention-2: a mask has one entry for each block of 128 x 128 scores. The forward and the backward
+pass make steps only for visible blocks. A table of these blocks is computed before a pass begins. A row of the table
+lists the key tiles of a query tile, for out and dQ. A column lists the query tiles of a key tile, for dK and dV. Only
+blocks that the causal mask cuts are masked inside. The work is proportional to the share of visible blocks.
+
+Shapes: Br = Bc = BLOCK = 128 queries and keys, d = head dim. The last tile of a length may be shorter.
 """
 
 from dataclasses import replace
@@ -18,23 +21,38 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from flashproof.impls.call import BLOCK, BlockMask, BlockSparseAttention, Call, Keys, Queries, Rows, opaque
 from flashproof.impls.shapes import Bool
 from flashproof.impls.spec import OWN_KERNELS, Arithmetic, Device, Dtype, Implementation
-from flashproof.impls.tiled.primitives import as_operand, deltas, dropped, finite, hidden, ieee_products, on_chip, only, oriented, recomputed, tiles, visible
+from flashproof.impls.tiled.primitives import (
+    as_operand,
+    deltas,
+    dropped,
+    finite,
+    hidden,
+    ieee_products,
+    on_chip,
+    only,
+    oriented,
+    recomputed,
+    tiles,
+    visible,
+)
 
-# Which blocks of 128 x 128 scores are visible.
+# True for each visible block of 128 x 128 scores.
 Blocks = Bool[Tensor, "batch heads query_blocks key_blocks"]
 
 
 @BlockSparseAttention
 @opaque
 def attention(query: Queries, key: Keys, value: Keys, block_mask: BlockMask | None, call: Call) -> tuple[Queries, Rows]:
-    """Block-sparse FlashAttention-2: (out, lse), with gradients for query, key and value."""
+    """Block-sparse FlashAttention-2. Returns (out, lse), with gradients for query, key and value."""
     out, lse = _BlockSparse.apply(query, key, value, block_mask, call)  # type: ignore[no-untyped-call]
     return out, lse
 
 
 class _BlockSparse(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, block_mask: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, block_mask: Tensor | None, call: Call
+    ) -> tuple[Tensor, Tensor]:
         blocks = visible_blocks(block_mask, call)
         with ieee_products():
             out, lse = forward(query, key, value, blocks, call)
@@ -48,21 +66,31 @@ class _BlockSparse(torch.autograd.Function):
     def backward(ctx: FunctionCtx, dout: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, out, lse, blocks = ctx.saved_tensors  # type: ignore[attr-defined]
         with ieee_products():
-            return *backward(query, key, value, out, lse, dout, blocks, ctx.call), None, None  # type: ignore[attr-defined]
+            return (
+                *backward(query, key, value, out, lse, dout, blocks, ctx.call),  # type: ignore[attr-defined]
+                None,
+                None,
+            )
 
 
 def visible_blocks(block_mask: BlockMask | None, call: Call) -> Blocks:
-    """The blocks of which some score is visible, by the block mask and by the causal one; in host memory, where the loops over them run.
+    """The blocks in which at least one score is visible, under the block mask and the causal mask.
 
-    A row of it lists a query tile's key tiles, a column a key tile's query tiles.
+    The table is in host memory, where the loops over the blocks run. A row lists the key tiles of a query tile. A
+    column lists the query tiles of a key tile.
     """
-    reached = torch.tensor([[not hidden(rows, cols, call) for cols in tiles(call.keys, BLOCK)] for rows in tiles(call.queries, BLOCK)])
+    reached = torch.tensor(
+        [[not hidden(rows, cols, call) for cols in tiles(call.keys, BLOCK)] for rows in tiles(call.queries, BLOCK)]
+    )
     blocks = reached if block_mask is None else reached & block_mask.cpu()
     return blocks.expand(call.batch, call.heads, *reached.shape)
 
 
 def forward(query: Queries, key: Keys, value: Keys, blocks: Blocks, call: Call) -> tuple[Queries, Rows]:
-    """FlashAttention-2's forward pass over the visible blocks: out [batch, heads, queries, dim] in the input dtype, lse [batch, heads, queries] in float32."""
+    """The forward pass of FlashAttention-2 over the visible blocks.
+
+    Returns out [batch, heads, queries, dim] in the input dtype, and lse [batch, heads, queries] in float32.
+    """
     out = query.new_empty(query.shape)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     sharpness = abs(call.scale)
@@ -75,9 +103,9 @@ def forward(query: Queries, key: Keys, value: Keys, blocks: Blocks, call: Call) 
             for cols in compress(tiles(call.keys, BLOCK), blocks[b, h, rows.start // BLOCK].tolist()):
                 k, v = on_chip(key[b, h // call.groups, cols]), on_chip(value[b, h // call.groups, cols])  # [Bc, d]
                 seen = visible(rows, cols, call, q.device)
-                # Scores wait for their scale until the maximum is subtracted, so that equal scores have a difference of exactly 0.
+                # The scale is applied after the maximum is subtracted, so that equal scores differ by exactly 0.
                 scores = only(seen, q @ k.T, -torch.inf)  # [Br, Bc]
-                # A row that has seen nothing keeps the maximum -inf; what would come of -inf - -inf is replaced by 0.
+                # A row that has seen no key keeps the maximum -inf. The result of -inf - -inf is replaced by 0.
                 new_maximum = torch.maximum(maximum, scores.amax(dim=1, keepdim=True))
                 weights = only(seen, torch.exp((scores - finite(new_maximum)) * sharpness), 0.0)
                 rescale = torch.where(maximum > -torch.inf, torch.exp((maximum - new_maximum) * sharpness), 0.0)
@@ -90,11 +118,17 @@ def forward(query: Queries, key: Keys, value: Keys, blocks: Blocks, call: Call) 
     return out, lse
 
 
-def backward(query: Queries, key: Keys, value: Keys, out: Queries, lse: Rows, dout: Queries, blocks: Blocks, call: Call) -> tuple[Queries, Keys, Keys]:
-    """FlashAttention-2's backward pass over the visible blocks: the gradients, each summed in float32 and rounded once to the input dtype."""
+def backward(
+    query: Queries, key: Keys, value: Keys, out: Queries, lse: Rows, dout: Queries, blocks: Blocks, call: Call
+) -> tuple[Queries, Keys, Keys]:
+    """The backward pass of FlashAttention-2 over the visible blocks.
+
+    Returns the gradients of query, key and value. Each is summed in float32 and rounded once to the input dtype.
+    """
     dquery, dkey, dvalue = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
     delta = deltas(out, dout, call, BLOCK)
-    # step(b, h, rows, cols): P after dropout and dS [Br, Bc], and the tiles that they are multiplied with: q, dO [Br, d], k [Bc, d].
+    # step(b, h, rows, cols) returns P after dropout and dS [Br, Bc],
+    # and the tiles that they multiply: q, dO [Br, d] and k [Bc, d].
     step = partial(recomputed, query, key, value, dout, lse, delta, call)
 
     for b, g in product(range(call.batch), range(call.kv_heads)):
@@ -120,7 +154,10 @@ def backward(query: Queries, key: Keys, value: Keys, out: Queries, lse: Rows, do
 
 
 def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
-    """Tiles are cast to float32 and multiplied there, on every device: products of 16-bit numbers are exact, sums are float32 with one rounding a step."""
+    """On every device, tiles are cast to float32 and multiplied in float32.
+
+    Products of 16-bit numbers are exact, and sums are float32 with one rounding per step.
+    """
     return Arithmetic(accumulate="fma", weights="input", key_tile=BLOCK, query_tile=BLOCK)
 
 

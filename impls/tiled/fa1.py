@@ -1,12 +1,16 @@
-"""FlashAttention (Dao, Fu, Ermon, Rudra and Re, "FlashAttention: fast and memory-efficient exact attention with IO-awareness", 2022, arXiv 2205.14135).
+"""FlashAttention-1: the algorithm of the first paper, in its order.
 
-The first paper's order. The outer loop runs over tiles of keys and values, the inner one over tiles of queries. So each tile of keys is read once, and
-the output is read, rescaled, normalised and written back at every step, with its running maximum m and sum ell: they live in device memory (here:
-tensors of a whole head), the scores never do. The backward pass computes the weights again from m and ell, in the same order: dK and dV of a tile of
-keys stay on chip, dQ is added to in device memory.
+Source: Dao, Fu, Ermon, Rudra and Re, "FlashAttention: fast and memory-efficient exact attention with IO-awareness",
+2022, arXiv 2205.14135.
 
-Shapes: Bc = ceil(M / 4d) keys and Br = min(Bc, d) queries for a chip that holds M numbers, d = head dim. Br is 16 at least: the paper's is one query for
-d = 1. The last tile of a length is as short as it is.
+The outer loop runs over tiles of keys and values, and the inner loop runs over tiles of queries. So each tile of keys
+is read once. At every step, the output is read, rescaled, normalised and written back, together with its running
+maximum m and its running sum ell. They live in device memory (here: tensors of a whole head), but the scores never do.
+The backward pass recomputes the weights from m and ell, in the same order. dK and dV of a tile of keys stay on chip,
+and dQ is accumulated in device memory.
+
+Shapes: Bc = ceil(M / 4d) keys and Br = min(Bc, d) queries, where the chip holds M numbers and d = head dim. Here Br is
+at least 16, because the paper's Br is 1 for d = 1. The last tile of a length may be shorter.
 """
 
 from itertools import product
@@ -17,13 +21,27 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from flashproof.impls.call import Attention, Call, Keys, Queries, Rows, opaque
 from flashproof.impls.spec import OWN_KERNELS, Arithmetic, Device, Dtype, Implementation
-from flashproof.impls.tiled.primitives import as_operand, dropped, finite, hidden, ieee_products, on_chip, only, oriented, tiles, visible
+from flashproof.impls.tiled.primitives import (
+    as_operand,
+    dropped,
+    finite,
+    hidden,
+    ieee_products,
+    on_chip,
+    only,
+    oriented,
+    tiles,
+    visible,
+)
 
-ON_CHIP = 32 * 1024  # M: float32 numbers in 128 KiB, the shared memory of one multiprocessor
+ON_CHIP = 32 * 1024  # M: how many float32 numbers fit in 128 KiB, the shared memory of one multiprocessor
 
 
 def tile_sizes(dim: int) -> tuple[int, int]:
-    """Br and Bc: a tile each of queries, keys, values and outputs, and one of scores, fit on the chip (Algorithm 1, line 1)."""
+    """Br and Bc (Algorithm 1, line 1).
+
+    Each tile of queries, keys, values or outputs takes at most about a quarter of the chip.
+    """
     key_tile = -(-ON_CHIP // (4 * dim))
     return min(key_tile, max(dim, 16)), key_tile
 
@@ -31,7 +49,7 @@ def tile_sizes(dim: int) -> tuple[int, int]:
 @Attention
 @opaque
 def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows]:
-    """FlashAttention-1: (out, lse), with gradients for query, key and value."""
+    """FlashAttention-1. Returns (out, lse), with gradients for query, key and value."""
     out, lse = _FlashAttention1.apply(query, key, value, call)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -56,7 +74,11 @@ class _FlashAttention1(torch.autograd.Function):
 
 
 def forward(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows, Rows]:
-    """Algorithm 2: out [batch, heads, queries, dim] in the input dtype; m and ell [batch, heads, queries] in float32, m of products before the scale."""
+    """Algorithm 2: the forward pass.
+
+    Returns out [batch, heads, queries, dim] in the input dtype, and m and ell [batch, heads, queries] in float32. m is
+    the maximum of the products before the scale.
+    """
     out = query.new_empty(query.shape)
     maximum = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
     total = query.new_zeros(query.shape[:3], dtype=torch.float32)
@@ -72,12 +94,12 @@ def forward(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries
                     continue
                 q = oriented(on_chip(query[b, h, rows]), call)  # [Br, d]
                 seen = visible(rows, cols, call, q.device)
-                # Scores wait for their scale until the maximum is subtracted, so that equal scores have a difference of exactly 0.
+                # The scale is applied after the maximum is subtracted, so that equal scores differ by exactly 0.
                 scores = only(seen, q @ k.T, -torch.inf)  # [Br, Bc]
                 tile_m = scores.amax(dim=1, keepdim=True)
                 weights = only(seen, torch.exp((scores - finite(tile_m)) * sharpness), 0.0)
                 tile_ell = weights.sum(dim=1, keepdim=True)
-                # A row that has seen nothing keeps the maximum -inf; what would come of -inf - -inf is replaced by 0.
+                # A row that has seen no key keeps the maximum -inf. The result of -inf - -inf is replaced by 0.
                 new_m = torch.maximum(m[rows], tile_m)
                 keep = torch.where(m[rows] > -torch.inf, torch.exp((m[rows] - new_m) * sharpness), 0.0)
                 add = torch.where(tile_m > -torch.inf, torch.exp((tile_m - new_m) * sharpness), 0.0)
@@ -89,8 +111,13 @@ def forward(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries
     return out, maximum, total
 
 
-def backward(query: Queries, key: Keys, value: Keys, out: Queries, maximum: Rows, total: Rows, dout: Queries, call: Call) -> tuple[Queries, Keys, Keys]:
-    """Algorithm 4: the gradients, each summed in float32 and rounded once to the input dtype."""
+def backward(
+    query: Queries, key: Keys, value: Keys, out: Queries, maximum: Rows, total: Rows, dout: Queries, call: Call
+) -> tuple[Queries, Keys, Keys]:
+    """Algorithm 4: the backward pass.
+
+    Returns the gradients of query, key and value. Each is summed in float32 and rounded once to the input dtype.
+    """
     dquery, dkey, dvalue = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
     sharpness = abs(call.scale)
     query_tile, key_tile = tile_sizes(call.dim)
@@ -109,7 +136,8 @@ def backward(query: Queries, key: Keys, value: Keys, out: Queries, maximum: Rows
                 weights = only(seen, torch.exp((oriented(q, call) @ k.T - m) * sharpness) / ell, 0.0)  # [Br, Bc]
                 dv += as_operand(dropped(weights, b, h, rows, cols, call), query.dtype).T @ do
                 dweights = dropped(do @ v.T, b, h, rows, cols, call) / (1.0 - call.dropout_p)
-                delta = (do * o).sum(dim=1, keepdim=True)  # rowsum(P o dP): what the normalisation takes from each gradient of a weight
+                # delta = rowsum(P o dP). The normalisation subtracts it from the gradient of each weight.
+                delta = (do * o).sum(dim=1, keepdim=True)
                 dscores = as_operand(only(seen, weights * (dweights - delta), 0.0), query.dtype)
                 dq[h - heads.start, rows] += dscores @ k
                 dk += dscores.T @ q
@@ -120,9 +148,10 @@ def backward(query: Queries, key: Keys, value: Keys, out: Queries, maximum: Rows
 
 
 def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
-    """Tiles are cast to float32 and multiplied there, on every device: products of 16-bit numbers are exact, sums are float32 with one rounding a step.
+    """On every device, tiles are cast to float32 and multiplied in float32.
 
-    The size of a tile depends on the head dim, so it is left open.
+    Products of 16-bit numbers are exact, and sums are float32 with one rounding per step. The claim gives no tile
+    sizes, because they depend on the head dim.
     """
     return Arithmetic(accumulate="fma", weights="input")
 

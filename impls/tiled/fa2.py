@@ -1,11 +1,14 @@
-"""FlashAttention-2 (Dao, "FlashAttention-2: faster attention with better parallelism and work partitioning", 2023, arXiv 2307.08691).
+"""FlashAttention-2.
 
-What changed against FlashAttention-1: the outer loop runs over tiles of queries, so that the output, the running maximum and the running sum of a tile stay
-on chip (here: local variables) until they are done; one division at the end instead of one a step; only the log-sum-exp is kept for the backward
-pass. The backward pass computes the weights again twice: by tiles of keys for dK and dV, by tiles of queries for dQ. Each gradient has one writer, so there are
-no atomics and the sums have a fixed order.
+Source: Dao, "FlashAttention-2: faster attention with better parallelism and work partitioning", 2023, arXiv 2307.08691.
 
-Shapes: Br = QUERY_TILE queries, Bc = KEY_TILE keys, d = head dim; the last tile of a length is as short as it is.
+Changes from FlashAttention-1: the outer loop runs over tiles of queries. So the output, the running maximum and the
+running sum of a tile stay on chip (here: local variables) until they are complete. One division at the end replaces one
+division per step. The forward pass keeps only the log-sum-exp of a row for the backward pass, not its maximum and its
+sum. The backward pass recomputes the weights twice: by tiles of keys for dK and dV, and by tiles of queries for dQ.
+Each gradient has one writer, so there are no atomics, and the order of the sums is fixed.
+
+Shapes: Br = QUERY_TILE queries, Bc = KEY_TILE keys, d = head dim. The last tile of a length may be shorter.
 """
 
 from functools import partial
@@ -17,7 +20,20 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from flashproof.impls.call import Attention, Call, Keys, Queries, Rows, opaque
 from flashproof.impls.spec import OWN_KERNELS, Arithmetic, Device, Dtype, Implementation
-from flashproof.impls.tiled.primitives import as_operand, deltas, dropped, finite, hidden, ieee_products, on_chip, only, oriented, recomputed, tiles, visible
+from flashproof.impls.tiled.primitives import (
+    as_operand,
+    deltas,
+    dropped,
+    finite,
+    hidden,
+    ieee_products,
+    on_chip,
+    only,
+    oriented,
+    recomputed,
+    tiles,
+    visible,
+)
 
 QUERY_TILE = 128
 KEY_TILE = 128
@@ -26,7 +42,7 @@ KEY_TILE = 128
 @Attention
 @opaque
 def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows]:
-    """FlashAttention-2: (out, lse), with gradients for query, key and value."""
+    """FlashAttention-2. Returns (out, lse), with gradients for query, key and value."""
     out, lse = _FlashAttention2.apply(query, key, value, call)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -50,7 +66,10 @@ class _FlashAttention2(torch.autograd.Function):
 
 
 def forward(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows]:
-    """Algorithm 1: out [batch, heads, queries, dim] in the input dtype, lse [batch, heads, queries] in float32."""
+    """Algorithm 1: the forward pass.
+
+    Returns out [batch, heads, queries, dim] in the input dtype, and lse [batch, heads, queries] in float32.
+    """
     out = query.new_empty(query.shape)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     sharpness = abs(call.scale)
@@ -65,9 +84,9 @@ def forward(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries
                     break
                 k, v = on_chip(key[b, h // call.groups, cols]), on_chip(value[b, h // call.groups, cols])  # [Bc, d]
                 seen = visible(rows, cols, call, q.device)
-                # Scores wait for their scale until the maximum is subtracted, so that equal scores have a difference of exactly 0.
+                # The scale is applied after the maximum is subtracted, so that equal scores differ by exactly 0.
                 scores = only(seen, q @ k.T, -torch.inf)  # [Br, Bc]
-                # A row that has seen nothing keeps the maximum -inf; what would come of -inf - -inf is replaced by 0.
+                # A row that has seen no key keeps the maximum -inf. The result of -inf - -inf is replaced by 0.
                 new_maximum = torch.maximum(maximum, scores.amax(dim=1, keepdim=True))
                 weights = only(seen, torch.exp((scores - finite(new_maximum)) * sharpness), 0.0)
                 rescale = torch.where(maximum > -torch.inf, torch.exp((maximum - new_maximum) * sharpness), 0.0)
@@ -80,11 +99,17 @@ def forward(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries
     return out, lse
 
 
-def backward(query: Queries, key: Keys, value: Keys, out: Queries, lse: Rows, dout: Queries, call: Call) -> tuple[Queries, Keys, Keys]:
-    """Algorithm 2: the gradients, each summed in float32 and rounded once to the input dtype."""
+def backward(
+    query: Queries, key: Keys, value: Keys, out: Queries, lse: Rows, dout: Queries, call: Call
+) -> tuple[Queries, Keys, Keys]:
+    """Algorithm 2: the backward pass.
+
+    Returns the gradients of query, key and value. Each is summed in float32 and rounded once to the input dtype.
+    """
     dquery, dkey, dvalue = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
     delta = deltas(out, dout, call, QUERY_TILE)
-    # step(b, h, rows, cols): P after dropout and dS [Br, Bc], and the tiles that they are multiplied with: q, dO [Br, d], k [Bc, d].
+    # step(b, h, rows, cols) returns P after dropout and dS [Br, Bc],
+    # and the tiles that they multiply: q, dO [Br, d] and k [Bc, d].
     step = partial(recomputed, query, key, value, dout, lse, delta, call)
 
     for b, g in product(range(call.batch), range(call.kv_heads)):
@@ -112,7 +137,10 @@ def backward(query: Queries, key: Keys, value: Keys, out: Queries, lse: Rows, do
 
 
 def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
-    """Tiles are cast to float32 and multiplied there, on every device: products of 16-bit numbers are exact, sums are float32 with one rounding a step."""
+    """On every device, tiles are cast to float32 and multiplied in float32.
+
+    Products of 16-bit numbers are exact, and sums are float32 with one rounding per step.
+    """
     return Arithmetic(accumulate="fma", weights="input", key_tile=KEY_TILE, query_tile=QUERY_TILE)
 
 

@@ -1,7 +1,9 @@
-"""Dropout that can be drawn again: Philox 4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+"""Reproducible dropout masks from Philox 4x32-10.
 
-A counter-based generator: the word for a weight depends on the seed and on the weight's position alone, so a tile is drawn whenever it is needed, in
-any order, and the backward pass draws what the forward pass drew.
+Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+
+Philox is a counter-based generator. The word for a weight depends only on the seed and on the position of the weight.
+So a tile can be drawn at any time and in any order, and the backward pass draws the same mask as the forward pass.
 """
 
 import torch
@@ -15,15 +17,23 @@ _ROUNDS = 10
 _MASK16, _MASK32 = 0xFFFF, 0xFFFFFFFF
 
 
-def kept(seed: int, threshold: int, batch: int, head: int, rows: slice, cols: slice, device: torch.device) -> Bool[Tensor, "rows cols"]:
-    """Whether the weights of queries `rows` on keys `cols` are kept: the first word of the block at counter (key, query, head, batch) is >= threshold."""
+def kept(
+    seed: int, threshold: int, batch: int, head: int, rows: slice, cols: slice, device: torch.device
+) -> Bool[Tensor, "rows cols"]:
+    """Whether the weights of queries `rows` on keys `cols` are kept.
+
+    A weight is kept if the first word of the block at the counter (key, query, head, batch) is at least `threshold`.
+    """
     key = torch.arange(cols.start, cols.stop, device=device)[None, :]
     query = torch.arange(rows.start, rows.stop, device=device)[:, None]
     return _first_word((key, query, head, batch), seed) >= threshold
 
 
 def _first_word(counter: tuple[Tensor, Tensor, int, int], seed: int) -> Tensor:
-    """The first output word, in [0, 2^32). Words broadcast: the early rounds work on one row, one column or one number."""
+    """The first output word, in [0, 2^32).
+
+    Words broadcast. So the early rounds work on one row, one column or one number.
+    """
     c0: Tensor | int
     c1: Tensor | int
     c2: Tensor | int
@@ -40,7 +50,10 @@ def _first_word(counter: tuple[Tensor, Tensor, int, int], seed: int) -> Tensor:
 
 
 def _product(multiplier: int, word: Tensor | int) -> tuple[Tensor | int, Tensor | int]:
-    """The high and the low word of a 64-bit product, by halves of 16 bits: every step stays below 2^49, so int64 never overflows."""
+    """The high and the low word of a 64-bit product, computed from halves of 16 bits.
+
+    Every intermediate result is below 2^49, so int64 never overflows.
+    """
     low = (word & _MASK16) * multiplier
     high = (word >> 16) * multiplier + (low >> 16)
     return high >> 16, (high & _MASK16) << 16 | (low & _MASK16)
