@@ -1,7 +1,9 @@
-"""Triton kernels. Where torch finds no CUDA device they run under Triton's interpreter, on tensors of the CPU.
+"""Attention kernels in Triton.
 
-Triton reads TRITON_INTERPRET when a kernel is defined, so it is set here, before any file of this package imports triton.
-A value set by the user stands.
+On a machine where torch finds no CUDA device, the kernels run in Triton's interpreter, on CPU tensors.
+
+Triton reads TRITON_INTERPRET when a kernel is defined. This module therefore sets the variable before any file of this
+package imports triton. A value that the user has set stays in effect.
 """
 
 import os

@@ -1,12 +1,20 @@
-"""Block-sparse FlashAttention in Triton: FlashAttention-2 over a block mask (Dao et al., "FlashAttention", NeurIPS 2022, section 3.3 and Algorithm 5).
+"""Block-sparse FlashAttention in Triton: FlashAttention-2 with a block mask.
 
-What changed against FlashAttention-2: a mask has one entry for each block of 128 x 128 scores, and the loops run over lists of blocks instead of a range.
-For each row of blocks there is a list: first the blocks that are seen whole, which are computed without a mask, then the partial ones, which the diagonal
-or the tensor's end cuts. Blocks that are hidden, by the block mask or by the causal one, are on no list. dK and dV go over the transposed lists. Lists are
-made on the device, without waiting for it. Tiles divide 128, so a tile lies in one row and one column of blocks.
+Source: Dao et al., "FlashAttention", NeurIPS 2022, section 3.3 and Algorithm 5.
 
-The rest is FlashAttention-2's: statistics on chip, one division, LSE = m + log l, a deterministic backward of two kernels that recompute the weights. What two
-tiles make of each other, and the arithmetic of it, is in `steps.py`; grids and arguments of the launches are in `flash.py`.
+What changed against FlashAttention-2: the mask has one entry for each block of 128 x 128 scores, and the loops run over
+lists of blocks instead of a range.
+
+- Each row of blocks has a list. The list first gives the blocks that are seen whole, which are computed without a mask.
+  Then it gives the partial blocks, which the diagonal or the end of the tensor cuts.
+- The loops never visit a block that the block mask or the causal mask hides.
+- The kernel of dK and dV uses the transposed lists.
+- The lists are computed on the device, and the host does not wait for them.
+- The tile sizes divide 128, so a tile is in one row and one column of blocks.
+
+The rest is the same as in FlashAttention-2: statistics on chip, one division, LSE = m + log l, and a deterministic
+backward of two kernels that recompute the weights. `steps.py` contains the computation for two tiles that meet, and its
+arithmetic. `flash.py` contains the grids and the arguments of the launches.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -40,12 +48,13 @@ from flashproof.impls.triton.primitives import (
 )
 from flashproof.impls.triton.steps import attend, attended, gradients_of_keys, gradients_of_queries
 
-SIDE = tl.constexpr(BLOCK)  # of a block: 128 queries by 128 keys
+SIDE = tl.constexpr(BLOCK)  # a block is 128 queries by 128 keys
 
-# ------------------------------------------------------------------------------------------------------------------------------ tiles
+# ---------------------------------------------------------------------------------------------------------------- tiles
 
-# On a GPU, by the bits of the dtype and the largest head dim: no register spilled up to dim 128 on sm_80, sm_90 and sm_100, shared memory within the
-# 163 KB of sm_80. float32 products run on the plain units, whose operands pass through registers.
+# The tiles on a GPU, by (bits of the dtype, largest head dim). Up to head dim 128, no register is spilled on sm_80,
+# sm_90 and sm_100, and the shared memory is within the 163 KB of sm_80. float32 products do not run on tensor cores,
+# and their operands pass through registers.
 TILES = {
     (16, 64): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(64, 64, 8, 2), dquery=Tile(128, 32, 8, 2)),
     (16, 128): Tiles(forward=Tile(128, 32, 8, 2), dkey_dvalue=Tile(32, 64, 8, 2), dquery=Tile(128, 32, 8, 2)),
@@ -57,15 +66,19 @@ TILES = {
 
 
 def tiles(dtype: torch.dtype, dim: int, dropout: bool, interpreted: bool = INTERPRETED.value) -> Tiles:
-    """The tiles for a dtype and head dim."""
+    """Returns the tiles for a dtype and a head dim."""
     return flash.tiles_of(TILES, dtype, dim, dropout, interpreted)
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ lists
+# ---------------------------------------------------------------------------------------------------------------- lists
 
 
 def visible_blocks(call: Call, block_mask: BlockMask | None, device: torch.device) -> BlockMask:
-    """The blocks in which some query may see some key, by the block mask and by the causal one."""
+    """Returns the blocks that the block mask and the causal mask both show: in them, some query may see some key.
+
+    block_mask: [1 or batch, 1 or heads, query blocks, key blocks]; None shows every block. The result has the same
+    shape, or [1, 1, query blocks, key blocks] for None.
+    """
     first_query, first_key = _corners(call, device)
     last_query = torch.clamp(first_query + BLOCK, max=call.queries) - 1
     reached = first_key <= last_query + call.offset
@@ -75,7 +88,10 @@ def visible_blocks(call: Call, block_mask: BlockMask | None, device: torch.devic
 
 
 def lists_of_keys(call: Call, visible: BlockMask) -> Int[Tensor, "batch_or_1 heads_or_1 query_blocks 2+key_blocks"]:
-    """For each block of queries, the blocks of keys that it sees. Partial: cut by the diagonal or by the end of the keys."""
+    """Returns, for each block of queries, the list of the blocks of keys that it sees, in the form of `_lists`.
+
+    A block is partial if the diagonal or the end of the keys cuts it.
+    """
     first_query, first_key = _corners(call, visible.device)
     whole = first_key + BLOCK <= call.keys
     if call.is_causal:
@@ -84,7 +100,10 @@ def lists_of_keys(call: Call, visible: BlockMask) -> Int[Tensor, "batch_or_1 hea
 
 
 def lists_of_queries(call: Call, visible: BlockMask) -> Int[Tensor, "batch_or_1 heads_or_1 key_blocks 2+query_blocks"]:
-    """For each block of keys, the blocks of queries that see it. Partial: cut by the diagonal or by the end of the queries."""
+    """Returns, for each block of keys, the list of the blocks of queries that see it, in the form of `_lists`.
+
+    A block is partial if the diagonal or the end of the queries cuts it.
+    """
     first_query, first_key = _corners(call, visible.device)
     whole = first_query + BLOCK <= call.queries
     if call.is_causal:
@@ -93,40 +112,56 @@ def lists_of_queries(call: Call, visible: BlockMask) -> Int[Tensor, "batch_or_1 
 
 
 def _corners(call: Call, device: torch.device) -> tuple[Int[Tensor, "query_blocks 1"], Int[Tensor, "1 key_blocks"]]:
-    """The first query and the first key of each block."""
+    """Returns the first query and the first key of each block."""
     first_query = torch.arange(0, call.queries, BLOCK, device=device)
     first_key = torch.arange(0, call.keys, BLOCK, device=device)
     return first_query[:, None], first_key[None, :]
 
 
-def _lists(visible: Bool[Tensor, "*batch rows blocks"], whole: Bool[Tensor, "*batch rows blocks"]) -> Int[Tensor, "*batch rows 2+blocks"]:
-    """Along the last dimension: how many blocks are seen whole, how many are seen at all, then their numbers, the whole ones first."""
+def _lists(
+    visible: Bool[Tensor, "*batch rows blocks"], whole: Bool[Tensor, "*batch rows blocks"]
+) -> Int[Tensor, "*batch rows 2+blocks"]:
+    """Returns one list for each row. `whole` marks the visible blocks that need no mask.
+
+    A list contains the number of blocks that are seen whole, the number of blocks that are seen at all, and then the
+    indices of all blocks: first the whole ones, then the partial ones, then the hidden ones, which are never visited.
+    """
     rank = 2 - visible.to(torch.int32) - whole.to(torch.int32)
     order = torch.argsort(rank, dim=-1, stable=True)
     return torch.cat((whole.sum(-1, keepdim=True), visible.sum(-1, keepdim=True), order), dim=-1).to(torch.int32)
 
 
 def list_arguments(lists: Tensor) -> dict[str, Any]:
-    """A kernel's arguments for lists [1 or batch, 1 or heads, rows, 2 + blocks]; a size of 1 is read by every batch or head."""
+    """Returns the kernel arguments for lists [1 or batch, 1 or heads, rows, 2 + blocks].
+
+    If the size of a dimension is 1, every batch or every head reads the same lists.
+    """
     strides = [stride if size > 1 else 0 for size, stride in zip(lists.shape[:2], lists.stride()[:2], strict=True)]
     return {"lists": lists, "lists_strides": (*strides, lists.stride(2))}
 
 
 @device_function
 def list_at(lists, strides, batch, head, row, LENGTH: tl.constexpr):
-    """The list of the row of blocks in which row `row` of the tensor lies: where it starts, and its steps of LENGTH in whole blocks and in all."""
+    """Returns the list for the row of blocks that contains row `row` of the tensor.
+
+    The result is a pointer to the first block index, the number of steps of LENGTH in the whole blocks, and the number
+    of such steps in all visible blocks.
+    """
     counts = lists + (wide(batch) * strides[0] + wide(head) * strides[1] + wide(row // SIDE) * strides[2])
     return counts + 2, tl.load(counts) * (SIDE // LENGTH), tl.load(counts + 1) * (SIDE // LENGTH)
 
 
 @device_function
 def tile_of_list(blocks, step, LENGTH: tl.constexpr):
-    """The first row of the tile of LENGTH rows that is taken at a step: each block of the list makes 128 / LENGTH steps."""
+    """Returns the first row of the tile of LENGTH rows that a loop visits at a step.
+
+    Each block of the list takes 128 / LENGTH steps.
+    """
     place = step // (SIDE // LENGTH)
     return (tl.load(blocks + place) - place) * SIDE + step * LENGTH
 
 
-# ---------------------------------------------------------------------------------------------------------------------------- forward
+# -------------------------------------------------------------------------------------------------------------- forward
 
 
 @kernel
@@ -135,16 +170,25 @@ def forward_kernel(
     query_strides, key_strides, value_strides, out_strides, lists_strides,
     heads, groups, queries, keys, offset,
     magnitude, exponent_scale,  # |scale|, |scale| log2 e
-    seed: tl.uint64, last_dropped: tl.uint32, kept_scale,  # dropout: the seed, the largest word that drops a weight, 1 / (1 - p)
-    SIGN: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
-    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    seed: tl.uint64, last_dropped: tl.uint32, kept_scale,  # dropout: seed, largest word that drops, 1 / (1 - p)
+    SIGN: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of QUERIES queries of one head: its output and LSE."""
-    first_query, head, batch = place(queries, heads, QUERIES, True)  # the last query tile first: with a causal mask it has the most to do
+    """Computes the output and the LSE of one tile of QUERIES queries of one head.
+
+    query, out [batch, heads, queries, dim], key and value [batch, kv_heads, keys, dim] may have any strides.
+    lse [batch, heads, queries] is contiguous, in float32.
+    lists: the result of `lists_of_keys`.
+    """
+    # The last query tile runs first, because with a causal mask it has the most work.
+    first_query, head, batch = place(queries, heads, QUERIES, True)
     query_at = first_query + tl.arange(0, QUERIES)
     key = head_of(key, key_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
     value = head_of(value, value_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
-    q = times_sign(load_rows(query, query_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT), SIGN)  # [QUERIES, PADDED_DIM]
+    # The shape of q is [QUERIES, PADDED_DIM].
+    q = times_sign(
+        load_rows(query, query_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT), SIGN
+    )
 
     blocks, full, end = list_at(lists, lists_strides, batch, head, first_query, KEYS)
     maximum = tl.full([QUERIES], -INFINITY, tl.float32)
@@ -153,14 +197,14 @@ def forward_kernel(
     for step in tl.range(0, full):
         first_key = tile_of_list(blocks, step, KEYS)
         accumulator, maximum, total = attend(
-            accumulator, maximum, total, q, query_at, key, value, first_key, keys, offset, exponent_scale, seed, last_dropped, batch, head,
-            False, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
+            accumulator, maximum, total, q, query_at, key, value, first_key, keys, offset,
+            exponent_scale, seed, last_dropped, batch, head, False, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
         )  # fmt: skip
     for step in tl.range(full, end):
         first_key = tile_of_list(blocks, step, KEYS)
         accumulator, maximum, total = attend(
-            accumulator, maximum, total, q, query_at, key, value, first_key, keys, offset, exponent_scale, seed, last_dropped, batch, head,
-            True, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
+            accumulator, maximum, total, q, query_at, key, value, first_key, keys, offset,
+            exponent_scale, seed, last_dropped, batch, head, True, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
         )  # fmt: skip
 
     o, row_lse = attended(accumulator, maximum, total, magnitude, kept_scale)
@@ -169,22 +213,31 @@ def forward_kernel(
     store_rows(out, out_strides, o, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)
 
 
-# --------------------------------------------------------------------------------------------------------------------------- backward
+# ------------------------------------------------------------------------------------------------------------- backward
 
 
-@partial(kernel, and_for=("groups",))  # that it is 1 saves a loop, and the registers that would be spilled
+@partial(kernel, and_for=("groups",))  # groups = 1 saves a loop, and the spills that the loop causes
 def dkey_dvalue_kernel(
     query, key, value, dout, lse, delta, dkey, dvalue, lists,
     query_strides, key_strides, value_strides, dout_strides, dkey_strides, dvalue_strides, lists_strides,
     kv_heads, groups, queries, keys, offset,
     scale, seed: tl.uint64, last_dropped: tl.uint32, kept_scale,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
-    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one tile of KEYS keys of one key head, summed over the queries of all query heads that share it."""
+    """Computes dK and dV of one tile of KEYS keys of one key head.
+
+    The gradients are summed over the queries of all query heads that share the key head.
+
+    query, dout [batch, heads, queries, dim] may have any strides.
+    key, value, dkey, dvalue [batch, kv_heads, keys, dim] may have any strides.
+    lse and delta [batch, heads, queries] are contiguous, in float32.
+    lists: the result of `lists_of_queries`.
+    """
     first_key, kv_head, batch = place(keys, kv_heads, KEYS, False)
     key_at = first_key + tl.arange(0, KEYS)
-    k = load_rows(key, key_strides, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT)  # [KEYS, PADDED_DIM]
+    # The shape of k and v is [KEYS, PADDED_DIM].
+    k = load_rows(key, key_strides, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT)
     v = load_rows(value, value_strides, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT)
 
     dk = tl.full([KEYS, PADDED_DIM], 0.0, tl.float32)
@@ -208,7 +261,9 @@ def dkey_dvalue_kernel(
                 scale, seed, last_dropped, kept_scale, batch, head, True, CAUSAL, DROPOUT, DIM, PADDED_DIM, QUERIES,
             )  # fmt: skip
     store_rows(dkey, dkey_strides, dk * scale, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT)
-    store_rows(dvalue, dvalue_strides, dv * kept_scale, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT)
+    store_rows(
+        dvalue, dvalue_strides, dv * kept_scale, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT
+    )
 
 
 @kernel
@@ -217,15 +272,21 @@ def dquery_kernel(
     query_strides, key_strides, value_strides, dout_strides, dquery_strides, lists_strides,
     heads, groups, queries, keys, offset,
     scale, seed: tl.uint64, last_dropped: tl.uint32, kept_scale,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
-    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of QUERIES queries of one head; the loops are the forward's."""
+    """Computes dQ of one tile of QUERIES queries of one head. The loops are those of the forward.
+
+    query, dout, dquery [batch, heads, queries, dim] and key, value [batch, kv_heads, keys, dim] may have any strides.
+    lse and delta [batch, heads, queries] are contiguous, in float32.
+    lists: the result of `lists_of_keys`.
+    """
     first_query, head, batch = place(queries, heads, QUERIES, True)
     query_at = first_query + tl.arange(0, QUERIES)
     key = head_of(key, key_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
     value = head_of(value, value_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
-    q = load_rows(query, query_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)  # [QUERIES, PADDED_DIM]
+    # The shape of q and do is [QUERIES, PADDED_DIM].
+    q = load_rows(query, query_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)
     do = load_rows(dout, dout_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)
     first_row = (wide(batch) * heads + head) * queries
     row_lse = tl.load(lse + first_row + query_at, mask=query_at < queries, other=INFINITY)
@@ -243,15 +304,19 @@ def dquery_kernel(
             dq, q, do, row_lse, row_delta, query_at, key, value, tile_of_list(blocks, step, KEYS), keys, offset,
             scale, seed, last_dropped, kept_scale, batch, head, True, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
         )  # fmt: skip
-    store_rows(dquery, dquery_strides, dq * scale, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)
+    store_rows(
+        dquery, dquery_strides, dq * scale, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------------------- the call
+# ------------------------------------------------------------------------------------------------------------- the call
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call, block_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call, block_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         lists = lists_of_keys(call, visible_blocks(call, block_mask, query.device))
         loop = Loop(forward_kernel, tiles(query.dtype, call.dim, call.dropout_p > 0.0).forward, list_arguments(lists))
         out, lse = flash.forward(loop, call, query, key, value)
@@ -274,7 +339,7 @@ class _Attention(torch.autograd.Function):
 @BlockSparseAttention
 @opaque
 def attention(query: Queries, key: Keys, value: Keys, block_mask: BlockMask | None, call: Call) -> tuple[Queries, Rows]:
-    """Block-sparse FlashAttention-2: (out, lse), with gradients for query, key and value."""
+    """Block-sparse FlashAttention-2. Returns (out, lse), with gradients for query, key and value."""
     out, lse = _Attention.apply(query, key, value, call, block_mask)
     return out, lse
 
@@ -286,5 +351,8 @@ implementation = Implementation(
     arithmetic=flash.arithmetic_of(tiles),
     missing=missing,
     slow=slow,
-    summary="FlashAttention-2 over a block mask in Triton: empty blocks are skipped, only partial ones are masked, forward and backward.",
+    summary=(
+        "FlashAttention-2 over a block mask in Triton: empty blocks are skipped, only partial ones are masked, "
+        "forward and backward."
+    ),
 )

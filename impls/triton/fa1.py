@@ -1,22 +1,34 @@
 """FlashAttention-1 in Triton (Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", NeurIPS 2022; Algorithms 1 and 4).
 
-The first paper asks how attention can be computed without ever writing the queries x keys matrix to device memory. Its answer, kept here:
+The paper shows how to compute attention without ever writing the queries x keys matrix to device memory. This file
+follows its method:
 
-- One program owns one (batch, head). Its outer loop takes a tile of keys and values on chip; its inner loop passes over all query tiles.
-- The softmax is made piece by piece. What a query tile knows so far, its output O, its running maximum m and its running sum l, lives in device memory:
-  each step reads it, rescales it, adds a tile's share and writes it back. O is normalised at every step, so it is a true average of the values seen so far.
-- The backward recomputes the weights from m and l in the same order. dK and dV of the outer tile grow on chip; dQ is read, added to and written back.
+- One program owns one (batch, head). Its outer loop loads a tile of keys and values on chip. Its inner loop passes over
+  all query tiles.
+- The softmax is computed piece by piece. The state of a query tile is its output O, its running maximum m and its
+  running sum l. This state is in device memory. Each step reads it, rescales it, adds the contribution of one tile and
+  writes it back. O is normalised at every step, so it is always a true weighted average of the values seen so far.
+- The backward recomputes the weights from m and l, in the same loop order. dK and dV of the outer tile are accumulated
+  on chip. dQ is read, increased and written back.
 
-So the output crosses to device memory once per key tile. That is what FlashAttention-2 turned around, and what `tests/memory/test_traffic.py` counts.
+The output therefore crosses to device memory once per key tile. FlashAttention-2 exchanges the two loops to avoid this.
+`tests/suite/kernels/test_traffic.py` counts this traffic.
 
-Two things are not the paper's. O and dQ, which are rewritten at each step, are float32 in device memory for 16-bit inputs too and are rounded once at the end:
-rounding them at every step would add an error for each key tile, and the arithmetic claimed below would be untrue. And the weights of a grouped key head are
-summed over its query heads by the one program that owns it, so nothing needs atomics and every run is bitwise the same.
+Two things differ from the paper:
 
-Numbers. q k is computed raw and all scaling waits for the exponent: a weight is 2^((q k - m) c), with m the largest raw q k and c = |scale| log2(e).
-Subtracting first means that equal scores cancel exactly however large they are, and that no compiler's fusing of multiply and add can change a weight. The
-scale's sign goes onto q k, exactly. A masked score is -inf and its weight exactly 0, whatever its key held; a maximum of -inf (nothing seen yet) is
-replaced by 0 where it is subtracted, and never where it is stored.
+- O and dQ are rewritten at each step. They are float32 in device memory for 16-bit inputs too, and are rounded once, at
+  the end. If every step rounded them, each key tile would add an error, and the arithmetic that this file claims would
+  be untrue.
+- The program that owns a key head sums its gradients over the query heads that share it. No atomics are needed, and
+  every run gives the same result, bit for bit.
+
+Arithmetic. The raw score q k is computed without the scale, and all scaling happens in the exponent. A weight is
+2^((q k - m) c), where m is the largest raw score and c = |scale| log2(e). The subtraction comes first. Equal scores
+therefore cancel exactly, however large they are, and a compiler that fuses a multiplication and an addition cannot
+change a weight. The sign of the scale is applied to q k, which is exact.
+
+A masked score is -inf and its weight is exactly 0, whatever its key holds. A maximum of -inf means that the row has
+seen no key yet. It is replaced by 0 where it is subtracted, but not where it is stored.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -53,22 +65,27 @@ from flashproof.impls.triton.primitives import (
     with_strides,
 )
 
-# ------------------------------------------------------------------------------------------------------------------------------- tiles
+# ---------------------------------------------------------------------------------------------------------------- tiles
 
 
 class Tiles(NamedTuple):
-    """Queries and keys in a tile: B_r and B_c of the paper."""
+    """The numbers of queries and keys in a tile: B_r and B_c of the paper."""
 
     query: int
     key: int
 
 
 def tiles(dtype: torch.dtype, dim: int, resident: int, *, interpreted: bool = INTERPRETED.value) -> Tiles:
-    """The paper's tile sizes, B_c = ceil(M / 4d) and B_r = min(B_c, d), as powers of two from 16, the least that Triton multiplies, to 64.
+    """Returns the tile sizes of the paper, B_c = ceil(M / 4d) and B_r = min(B_c, d), as powers of two from 16 to 64.
 
-    M, in numbers of the inputs' dtype, is 40 KB, a quarter of what an A100 gives one program: the scores and sums of a step live in registers, and with
-    larger tiles they spill. `resident` tiles share it: 4 in the forward (Q, K, V and O: the paper's 4), 8 in the backward (dO, dQ, dK and dV besides).
-    Interpreted, a step costs the same whatever its size, so there one large tile serves all.
+    16 is the smallest size that Triton multiplies. M is 40 KB, counted in numbers of the dtype of the inputs. This is a
+    quarter of the memory that an A100 gives one program. The scores and sums of a step are in registers, and with
+    larger tiles they spill.
+
+    resident: the number of tiles that share M. It is 4 in the forward (Q, K, V and O, the 4 of the paper) and 8 in the
+    backward (also dO, dQ, dK and dV).
+
+    In the interpreter, a step takes the same time whatever its size, so one large tile serves every call.
     """
     if interpreted:
         return Tiles(query=64, key=128)
@@ -77,12 +94,12 @@ def tiles(dtype: torch.dtype, dim: int, resident: int, *, interpreted: bool = IN
     return Tiles(query=min(key, padded_dim(dim)), key=key)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------- kernels
+# -------------------------------------------------------------------------------------------------------------- kernels
 
 
 @device_function
 def seen_pairs(rows, columns, queries, keys, offset, CAUSAL: tl.constexpr):
-    """[rows, columns]: whether the query sees the key. False past either tail."""
+    """Returns [rows, columns]: whether the query of a row sees the key of a column. False past the end of either."""
     seen = (rows < queries)[:, None] & (columns < keys)[None, :]
     if CAUSAL:
         seen = seen & (columns[None, :] <= rows[:, None] + offset)
@@ -91,21 +108,28 @@ def seen_pairs(rows, columns, queries, keys, offset, CAUSAL: tl.constexpr):
 
 @device_function
 def finite(maximum):
-    """A maximum that may be subtracted: 0 for a row that has seen nothing, whose terms are all -inf and stay so."""
+    """Returns a maximum that can be subtracted.
+
+    It is 0 for a row that has seen no key. All scores of such a row are -inf, and they stay -inf.
+    """
     return tl.where(maximum == -INFINITY, 0.0, maximum)
 
 
 @kernel
 def forward_kernel(
     query, key, value, query_strides, key_strides, value_strides,
-    out, row_max, row_sum,  # contiguous and float32; they enter as 0, -inf, 0
+    out, row_max, row_sum,  # contiguous, float32; the host fills them with 0, -inf, 0
     heads, groups, queries, keys, offset,
     sign, exponent_scale,
-    seed: tl.uint64, last_dropped: tl.uint32, kept_scale,  # dropout: the seed, the largest word that drops a weight, 1 / (1 - p)
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
-    QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    seed: tl.uint64, last_dropped: tl.uint32, kept_scale,  # dropout: seed, largest word that drops, 1 / (1 - p)
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    WIDE: tl.constexpr, UNIT: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 1 for one batch and query head."""
+    """Algorithm 1 for one batch and one query head.
+
+    query [batch, heads, queries, dim], key and value [batch, kv_heads, keys, dim] may have any strides.
+    out [batch, heads, queries, dim], row_max and row_sum [batch, heads, queries] hold the state of the rows.
+    """
     program = this_program()  # batch * heads + head
     batch, head = program // heads, program % heads
     first_row = wide(program) * queries
@@ -114,7 +138,7 @@ def forward_kernel(
     row_sum += first_row
 
     seen_keys = keys
-    if CAUSAL:  # the last query sees the most
+    if CAUSAL:  # the last query sees the most keys
         seen_keys = tl.minimum(keys, queries + offset)
     for first_key in range(0, seen_keys, KEY_TILE):
         columns = first_key + tl.arange(0, KEY_TILE)
@@ -124,7 +148,7 @@ def forward_kernel(
         v = load_tile(v_tile, first_key, keys, DIM, KEY_TILE, PADDED_DIM, True)
 
         first_seeing = 0
-        if CAUSAL:  # earlier queries see nothing of this tile
+        if CAUSAL:  # earlier queries see no key of this tile
             first_seeing = tl.maximum(first_key - offset, 0) // QUERY_TILE * QUERY_TILE
         for first_query in range(first_seeing, queries, QUERY_TILE):
             rows = first_query + tl.arange(0, QUERY_TILE)
@@ -133,7 +157,7 @@ def forward_kernel(
             old_max = tl.load(row_max + rows, mask=rows < queries, other=-INFINITY)  # [queries]
             old_sum = tl.load(row_sum + rows, mask=rows < queries, other=0.0)
 
-            # This tile's softmax, about its own maximum.
+            # The softmax of this tile, with the maximum of the tile itself.
             raw = sign * dot(q, tl.trans(k))  # [queries, keys]
             raw = tl.where(seen_pairs(rows, columns, queries, keys, offset, CAUSAL), raw, -INFINITY)
             tile_max = tl.max(raw, 1)
@@ -143,17 +167,20 @@ def forward_kernel(
                 weights = tl.where(kept(seed, last_dropped, batch, head, rows[:, None], columns[None, :]), weights, 0.0)
             tile_out = dot(rounded(weights, v.dtype), v)  # [queries, dim]
 
-            # Joined with what the rows had before.
+            # Merge the tile with the state of the rows.
             new_max = tl.maximum(old_max, tile_max)
             old_share = old_sum * tl.exp2((old_max - finite(new_max)) * exponent_scale)
             tile_rescale = tl.exp2((tile_max - finite(new_max)) * exponent_scale)
             new_sum = old_share + tile_sum * tile_rescale
-            divisor = tl.where(new_sum == 0.0, 1.0, new_sum)  # a row that has seen no key stays 0
+            divisor = tl.where(new_sum == 0.0, 1.0, new_sum)  # the output of a row that has seen no key stays 0
             out_tile = tile_at(out, (0, 0, DIM, 1), 0, 0, first_query, QUERY_TILE, PADDED_DIM, False, 1)
             old_out = load_tile(out_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)
-            new_out = old_out * tl.div_rn(old_share, divisor)[:, None] + tile_out * tl.div_rn(tile_rescale * kept_scale, divisor)[:, None]
+            new_out = (
+                old_out * tl.div_rn(old_share, divisor)[:, None]
+                + tile_out * tl.div_rn(tile_rescale * kept_scale, divisor)[:, None]
+            )
 
-            tl.debug_barrier()  # every thread has read before any writes
+            tl.debug_barrier()  # every thread reads before any thread writes
             store_tile(out_tile, new_out, first_query, queries, DIM, QUERY_TILE, PADDED_DIM)
             tl.store(row_max + rows, new_max, mask=rows < queries)
             tl.store(row_sum + rows, new_sum, mask=rows < queries)
@@ -163,16 +190,21 @@ def forward_kernel(
 @kernel
 def backward_kernel(
     query, key, value, dout, query_strides, key_strides, value_strides, dout_strides,
-    out, row_max, row_sum,  # contiguous, as the forward left them; out in the inputs' dtype
-    dquery,  # contiguous and float32; enters as 0
+    out, row_max, row_sum,  # contiguous, from the forward; out in the dtype of the inputs
+    dquery,  # contiguous, float32; the host fills it with 0
     dkey, dvalue,  # contiguous
     kv_heads, groups, queries, keys, offset,
     scale, sign, exponent_scale,
-    seed: tl.uint64, last_dropped: tl.uint32, kept_scale,  # dropout: the seed, the largest word that drops a weight, 1 / (1 - p)
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
-    QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    seed: tl.uint64, last_dropped: tl.uint32, kept_scale,  # dropout: seed, largest word that drops, 1 / (1 - p)
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    WIDE: tl.constexpr, UNIT: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 4 for one batch and key head."""
+    """Algorithm 4 for one batch and one key head.
+
+    query, dout [batch, heads, queries, dim], key and value [batch, kv_heads, keys, dim] may have any strides.
+    out, dquery [batch, heads, queries, dim], row_max, row_sum [batch, heads, queries].
+    dkey, dvalue [batch, kv_heads, keys, dim].
+    """
     program = this_program()  # batch * kv_heads + kv_head
     batch, kv_head = program // kv_heads, program % kv_heads
     dkey += wide(program) * keys * DIM
@@ -197,18 +229,24 @@ def backward_kernel(
                 rows = first_query + tl.arange(0, QUERY_TILE)
                 q_tile = tile_at(query, query_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE, UNIT)
                 do_tile = tile_at(dout, dout_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE, UNIT)
-                o_tile = tile_at(out + first_row * DIM, (0, 0, DIM, 1), 0, 0, first_query, QUERY_TILE, PADDED_DIM, False, 1)
+                o_tile = tile_at(
+                    out + first_row * DIM, (0, 0, DIM, 1), 0, 0, first_query, QUERY_TILE, PADDED_DIM, False, 1
+                )
                 q = load_tile(q_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)  # [queries, dim]
                 do = load_tile(do_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)
                 o = load_tile(o_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)
-                delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)  # [queries]: sum_j P_ij dP_ij, which is sum_d dO_id O_id
+                # delta [queries] is sum_j P_ij dP_ij, which is equal to sum_d dO_id O_id.
+                delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
                 maximum = tl.load(row_max + first_row + rows, mask=rows < queries, other=-INFINITY)  # [queries]
                 total = tl.load(row_sum + first_row + rows, mask=rows < queries, other=0.0)
 
-                # The weights again, now normalised.
+                # Recompute the weights, this time normalised.
                 seen = seen_pairs(rows, columns, queries, keys, offset, CAUSAL)
                 raw = tl.where(seen, sign * dot(q, tl.trans(k)), -INFINITY)  # [queries, keys]
-                p = tl.exp2((raw - finite(maximum)[:, None]) * exponent_scale) * tl.div_rn(1.0, tl.where(total == 0.0, 1.0, total))[:, None]
+                p = (
+                    tl.exp2((raw - finite(maximum)[:, None]) * exponent_scale)
+                    * tl.div_rn(1.0, tl.where(total == 0.0, 1.0, total))[:, None]
+                )
 
                 dp = dot(do, tl.trans(v))  # [queries, keys]
                 dropped_p = p
@@ -218,12 +256,16 @@ def backward_kernel(
                     dp = tl.where(keep, dp * kept_scale, 0.0)
                 dv = dot(tl.trans(rounded(dropped_p, do.dtype)), do, dv)
 
-                ds = rounded(tl.where(seen, p * (dp - delta[:, None]), 0.0), q.dtype)  # 0 also where a masked value made dp infinite
+                # dS is masked too, because a masked value can make dP infinite, and 0 inf is NaN.
+                ds = rounded(tl.where(seen, p * (dp - delta[:, None]), 0.0), q.dtype)
                 dk = dot(tl.trans(ds), q, dk)
 
-                dq_tile = tile_at(dquery + first_row * DIM, (0, 0, DIM, 1), 0, 0, first_query, QUERY_TILE, PADDED_DIM, False, 1)
-                dq = load_tile(dq_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True) + scale * dot(ds, k)  # [queries, dim]
-                tl.debug_barrier()  # every thread has read before any writes
+                dq_tile = tile_at(
+                    dquery + first_row * DIM, (0, 0, DIM, 1), 0, 0, first_query, QUERY_TILE, PADDED_DIM, False, 1
+                )
+                # The shape of dq is [queries, dim].
+                dq = load_tile(dq_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True) + scale * dot(ds, k)
+                tl.debug_barrier()  # every thread reads before any thread writes
                 store_tile(dq_tile, dq, first_query, queries, DIM, QUERY_TILE, PADDED_DIM)
 
         dk_tile = tile_at(dkey, (0, 0, DIM, 1), 0, 0, first_key, KEY_TILE, PADDED_DIM, False, 1)
@@ -233,19 +275,19 @@ def backward_kernel(
         tl.debug_barrier()  # the next key tile reads the dQ that other threads of this program wrote
 
 
-# ---------------------------------------------------------------------------------------------------------------------------- launches
+# ------------------------------------------------------------------------------------------------------------- launches
 
 
 class Forward(NamedTuple):
-    """What the forward leaves behind. A query that sees no key has out 0, row_max -inf and row_sum 0."""
+    """The results of the forward. A query that sees no key has out 0, row_max -inf and row_sum 0."""
 
-    out: Queries  # in the inputs' dtype
-    row_max: Rows  # largest sign(scale) q k: not yet scaled
+    out: Queries  # in the dtype of the inputs
+    row_max: Rows  # largest sign(scale) q k, without |scale|
     row_sum: Rows  # sum of exp(score - largest score)
 
 
 def forward(query: Queries, key: Keys, value: Keys, call: Call, tile: Tiles) -> Forward:
-    """Algorithm 1, with tiles of the given sizes."""
+    """Runs Algorithm 1 with tiles of the given sizes. Raises ValueError if the scale is beyond float32."""
     rows = (call.batch, call.heads, call.queries)
     out = torch.zeros((*rows, call.dim), dtype=torch.float32, device=query.device)
     row_max = torch.full(rows, -math.inf, dtype=torch.float32, device=query.device)
@@ -256,30 +298,44 @@ def forward(query: Queries, key: Keys, value: Keys, call: Call, tile: Tiles) -> 
     return Forward(out.to(query.dtype), row_max, row_sum)
 
 
-def backward(query: Queries, key: Keys, value: Keys, dout: Queries, saved: Forward, call: Call, tile: Tiles) -> tuple[Queries, Keys, Keys]:
-    """Algorithm 4, with tiles of the given sizes: the gradients of query, key and value, in their dtype."""
+def backward(
+    query: Queries, key: Keys, value: Keys, dout: Queries, saved: Forward, call: Call, tile: Tiles
+) -> tuple[Queries, Keys, Keys]:
+    """Runs Algorithm 4 with tiles of the given sizes. Returns the gradients of query, key and value, in their dtype."""
     dquery = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     dkey = torch.empty(key.shape, dtype=key.dtype, device=key.device)
     dvalue = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    tensors = with_strides(query=query, key=key, value=value, dout=dout) | saved._asdict() | {"dquery": dquery, "dkey": dkey, "dvalue": dvalue}
+    tensors = (
+        with_strides(query=query, key=key, value=value, dout=dout)
+        | saved._asdict()
+        | {"dquery": dquery, "dkey": dkey, "dvalue": dvalue}
+    )
     arguments = tensors | {"kv_heads": call.kv_heads, "scale": call.scale} | _arguments(call, tile)
     Launch(backward_kernel, (call.batch * call.kv_heads,), arguments, **options(query.dtype)).run()
     return dquery.to(query.dtype), dkey, dvalue
 
 
 def options(dtype: torch.dtype) -> dict[str, int]:
-    """How the kernels are compiled. Nothing to pipeline: the loops hold barriers. In float32 the operands of products pass through registers: more warps.
+    """Returns the compile options of both kernels.
 
-    One program for each head leaves the chip room, so a thread may have every register there is; left to itself the compiler spills a few bytes to
-    fit more programs in.
+    There is nothing to pipeline, because the loops contain barriers. In float32 the operands of the products pass
+    through registers, so the kernels use more warps.
+
+    With only one program per head, the chip has room, so a thread may use the maximum number of registers. Without this
+    setting, the compiler spills a few bytes to fit in more programs.
     """
     return {"num_warps": 8 if dtype == torch.float32 else 4, "num_stages": 1, "max_registers": 255}
 
 
 def _arguments(call: Call, tile: Tiles) -> dict[str, Any]:
-    """What both kernels take."""
+    """Returns the arguments that both kernels take."""
     scale = Scale.of(call.scale)
-    return call_arguments(call) | {"sign": float(scale.sign), "exponent_scale": scale.exponent, "QUERY_TILE": tile.query, "KEY_TILE": tile.key}
+    return call_arguments(call) | {
+        "sign": float(scale.sign),
+        "exponent_scale": scale.exponent,
+        "QUERY_TILE": tile.query,
+        "KEY_TILE": tile.key,
+    }
 
 
 class _Attention(torch.autograd.Function):
@@ -288,7 +344,7 @@ class _Attention(torch.autograd.Function):
         saved = forward(query, key, value, call, tiles(query.dtype, call.dim, resident=4))
         ctx.save_for_backward(query, key, value, *saved)
         ctx.call = call
-        # Natural log of the scores' sum of exponentials. The maximum of a row that saw nothing is -inf, and so is its lse.
+        # The LSE is the natural log of the sum of exp(score). It is -inf for a row that saw no key, like its maximum.
         lse = torch.where(saved.row_sum == 0.0, -math.inf, saved.row_max * abs(call.scale) + saved.row_sum.log())
         ctx.mark_non_differentiable(lse)
         return saved.out, lse
@@ -297,21 +353,26 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, *saved = ctx.saved_tensors
-        return *backward(query, key, value, dout, Forward(*saved), ctx.call, tiles(query.dtype, ctx.call.dim, resident=8)), None
+        return *backward(
+            query, key, value, dout, Forward(*saved), ctx.call, tiles(query.dtype, ctx.call.dim, resident=8)
+        ), None
 
 
 @Attention
 @opaque
 def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows]:
-    """FlashAttention-1: (out, lse), with gradients for query, key and value."""
+    """FlashAttention-1. Returns (out, lse), with gradients for query, key and value."""
     out, lse = _Attention.apply(query, key, value, call)
     return out, lse
 
 
 def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
-    """Products exact, sums in float32, weights cast to the input dtype; 16-bit products on tensor cores where there are any.
+    """Exact products, sums in float32, weights cast to the input dtype.
 
-    Tiles narrow as the head dim grows. The claim is the narrowest, which makes the most steps; within wider ones sums are trees, no deeper than it is long.
+    16-bit products use tensor cores where there are any.
+
+    Tiles become narrower as the head dim grows. The claim states the narrowest tiles, which make the most steps. In
+    wider tiles, sums are trees whose depth is at most the length of the narrowest tile.
     """
     narrowest = tiles(getattr(torch, dtype), 256, resident=4, interpreted=device == "cpu")
     return replace(arithmetic_of_flash(dtype, device), key_tile=narrowest.key, query_tile=narrowest.query)

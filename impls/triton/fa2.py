@@ -1,15 +1,26 @@
-"""FlashAttention-2 in Triton (Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", ICLR 2024; Algorithms 1 and 2).
+"""FlashAttention-2 in Triton.
 
-What changed against FlashAttention-1: the loops are exchanged. One program owns a tile of queries and runs over the keys, so the output, the running maximum m
-and the running sum l stay on chip; the output is divided by l once, at the end, and written once. Query tiles run in parallel. Of the statistics only
-L = m + log l, the LSE, is stored. The backward has no atomics, so it is deterministic: one kernel owns a tile of keys and sums dK and dV over the queries,
-another owns a tile of queries and sums dQ over the keys; both recompute the weights P = exp(S - L), and read delta = rowsum(dO o O) from a third, small one.
+Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", ICLR 2024; Algorithms 1
+and 2.
 
-Whole tiles that the causal mask hides are never visited. The rest come in two kinds: those that every query sees whole, in a loop without masks, and the few
-that the diagonal or the tensor's end cuts.
+What changed against FlashAttention-1:
 
-This file is the loops: what is kept on chip, and which tiles meet. What two tiles make of each other, and the arithmetic of it, is in `steps.py`; grids and
-arguments of the launches are in `flash.py`. Block-sparse attention shares both.
+- The two loops are exchanged. One program owns a tile of queries and loops over the keys. The output, the running
+  maximum m and the running sum l therefore stay on chip. The output is divided by l once, at the end, and it is written
+  once.
+- Query tiles run in parallel.
+- Of the statistics, only the LSE, L = m + log l, is stored.
+- The backward has no atomics, so it is deterministic. In one kernel, a program owns a tile of keys and sums dK and dV
+  over the queries. In another kernel, a program owns a tile of queries and sums dQ over the keys. Both kernels
+  recompute the weights P = exp(S - L). Both read delta = rowsum(dO o O), which a third, small kernel computes.
+
+The loops never visit a tile that the causal mask hides completely. The other tiles are of two kinds. A full tile is
+visible to every query, and a loop without masks computes it. The few tiles that the diagonal or the end of the tensor
+cuts are computed in a second loop, with masks.
+
+This file contains the loops: what is kept on chip, and which tiles meet. `steps.py` contains the computation for two
+tiles that meet, and its arithmetic. `flash.py` contains the grids and the arguments of the launches. Block-sparse
+attention shares both.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -41,10 +52,11 @@ from flashproof.impls.triton.primitives import (
 )
 from flashproof.impls.triton.steps import attend, attended, gradients_of_keys, gradients_of_queries
 
-# ------------------------------------------------------------------------------------------------------------------------------ tiles
+# ---------------------------------------------------------------------------------------------------------------- tiles
 
-# On a GPU, by the bits of the dtype and the largest head dim: no register spilled up to dim 128 on sm_80, sm_90 and sm_100, shared memory within the
-# 163 KB of sm_80. float32 products run on the plain units, whose operands pass through registers.
+# The tiles on a GPU, by (bits of the dtype, largest head dim). Up to head dim 128, no register is spilled on sm_80,
+# sm_90 and sm_100, and the shared memory is within the 163 KB of sm_80. float32 products do not run on tensor cores,
+# and their operands pass through registers.
 TILES = {
     (16, 64): Tiles(forward=Tile(128, 64, 4, 3), dkey_dvalue=Tile(64, 128, 8, 2), dquery=Tile(128, 64, 8, 2)),
     (16, 128): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(64, 64, 8, 2), dquery=Tile(128, 32, 8, 2)),
@@ -56,16 +68,20 @@ TILES = {
 
 
 def tiles(dtype: torch.dtype, dim: int, dropout: bool, interpreted: bool = INTERPRETED.value) -> Tiles:
-    """The tiles for a dtype and head dim."""
+    """Returns the tiles for a dtype and a head dim."""
     return flash.tiles_of(TILES, dtype, dim, dropout, interpreted)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------- forward
+# -------------------------------------------------------------------------------------------------------------- forward
 
 
 @device_function
 def range_of_keys(first_query, keys, offset, CAUSAL: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Where the loops of a tile of queries end: over whole tiles of keys that every query of it sees, then over the keys that any of them sees."""
+    """Returns (full, end): where the two loops of a tile of queries end.
+
+    The first loop visits the keys before `full`. These are whole tiles of keys that every query of the tile sees. The
+    second loop visits the keys from `full` to `end`, up to the last key that any query of the tile sees.
+    """
     full = keys
     end = keys
     if CAUSAL:
@@ -80,16 +96,24 @@ def forward_kernel(
     query_strides, key_strides, value_strides, out_strides,
     heads, groups, queries, keys, offset,
     magnitude, exponent_scale,  # |scale|, |scale| log2 e
-    seed: tl.uint64, last_dropped: tl.uint32, kept_scale,  # dropout: the seed, the largest word that drops a weight, 1 / (1 - p)
-    SIGN: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
-    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    seed: tl.uint64, last_dropped: tl.uint32, kept_scale,  # dropout: seed, largest word that drops, 1 / (1 - p)
+    SIGN: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of QUERIES queries of one head: its output and LSE."""
-    first_query, head, batch = place(queries, heads, QUERIES, True)  # the last query tile first: with a causal mask it has the most to do
+    """Computes the output and the LSE of one tile of QUERIES queries of one head.
+
+    query, out [batch, heads, queries, dim], key and value [batch, kv_heads, keys, dim] may have any strides.
+    lse [batch, heads, queries] is contiguous, in float32.
+    """
+    # The last query tile runs first, because with a causal mask it has the most work.
+    first_query, head, batch = place(queries, heads, QUERIES, True)
     query_at = first_query + tl.arange(0, QUERIES)
     key = head_of(key, key_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
     value = head_of(value, value_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
-    q = times_sign(load_rows(query, query_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT), SIGN)  # [QUERIES, PADDED_DIM]
+    # The shape of q is [QUERIES, PADDED_DIM].
+    q = times_sign(
+        load_rows(query, query_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT), SIGN
+    )
 
     full, end = range_of_keys(first_query, keys, offset, CAUSAL, QUERIES, KEYS)
     maximum = tl.full([QUERIES], -INFINITY, tl.float32)
@@ -97,13 +121,13 @@ def forward_kernel(
     accumulator = tl.full([QUERIES, PADDED_DIM], 0.0, tl.float32)
     for first_key in tl.range(0, full, KEYS):
         accumulator, maximum, total = attend(
-            accumulator, maximum, total, q, query_at, key, value, first_key, keys, offset, exponent_scale, seed, last_dropped, batch, head,
-            False, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
+            accumulator, maximum, total, q, query_at, key, value, first_key, keys, offset,
+            exponent_scale, seed, last_dropped, batch, head, False, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
         )  # fmt: skip
     for first_key in tl.range(full, end, KEYS):
         accumulator, maximum, total = attend(
-            accumulator, maximum, total, q, query_at, key, value, first_key, keys, offset, exponent_scale, seed, last_dropped, batch, head,
-            True, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
+            accumulator, maximum, total, q, query_at, key, value, first_key, keys, offset,
+            exponent_scale, seed, last_dropped, batch, head, True, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
         )  # fmt: skip
 
     o, row_lse = attended(accumulator, maximum, total, magnitude, kept_scale)
@@ -112,26 +136,35 @@ def forward_kernel(
     store_rows(out, out_strides, o, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)
 
 
-# --------------------------------------------------------------------------------------------------------------------------- backward
+# ------------------------------------------------------------------------------------------------------------- backward
 
 
-@partial(kernel, and_for=("groups",))  # that it is 1 saves a loop, and the registers that would be spilled
+@partial(kernel, and_for=("groups",))  # groups = 1 saves a loop, and the spills that the loop causes
 def dkey_dvalue_kernel(
     query, key, value, dout, lse, delta, dkey, dvalue,
     query_strides, key_strides, value_strides, dout_strides, dkey_strides, dvalue_strides,
     kv_heads, groups, queries, keys, offset,
     scale, seed: tl.uint64, last_dropped: tl.uint32, kept_scale,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
-    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one tile of KEYS keys of one key head, summed over the queries of all query heads that share it."""
+    """Computes dK and dV of one tile of KEYS keys of one key head.
+
+    The gradients are summed over the queries of all query heads that share the key head.
+
+    query, dout [batch, heads, queries, dim] may have any strides.
+    key, value, dkey, dvalue [batch, kv_heads, keys, dim] may have any strides.
+    lse and delta [batch, heads, queries] are contiguous, in float32.
+    """
     first_key, kv_head, batch = place(keys, kv_heads, KEYS, False)
     key_at = first_key + tl.arange(0, KEYS)
-    k = load_rows(key, key_strides, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT)  # [KEYS, PADDED_DIM]
+    # The shape of k and v is [KEYS, PADDED_DIM].
+    k = load_rows(key, key_strides, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT)
     v = load_rows(value, value_strides, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT)
 
-    # The query tiles are those from `start`, where the first query sees a key of this tile. The full ones lie between `full` and `full_end`; before them the
-    # diagonal cuts, after them the last tile may be ragged, and these two kinds share one loop.
+    # The loops visit the query tiles from `start`, the first tile in which a query sees a key of this tile. The tiles
+    # between `full` and `full_end` are full. The diagonal cuts the tiles before them, and the last tile, after them,
+    # may be ragged. These two kinds share one loop.
     start = 0
     full = 0
     full_end = queries // QUERIES * QUERIES
@@ -161,7 +194,9 @@ def dkey_dvalue_kernel(
                 scale, seed, last_dropped, kept_scale, batch, head, True, CAUSAL, DROPOUT, DIM, PADDED_DIM, QUERIES,
             )  # fmt: skip
     store_rows(dkey, dkey_strides, dk * scale, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT)
-    store_rows(dvalue, dvalue_strides, dv * kept_scale, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT)
+    store_rows(
+        dvalue, dvalue_strides, dv * kept_scale, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT
+    )
 
 
 @kernel
@@ -170,15 +205,20 @@ def dquery_kernel(
     query_strides, key_strides, value_strides, dout_strides, dquery_strides,
     heads, groups, queries, keys, offset,
     scale, seed: tl.uint64, last_dropped: tl.uint32, kept_scale,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
-    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of QUERIES queries of one head; the loops are the forward's."""
+    """Computes dQ of one tile of QUERIES queries of one head. The loops are those of the forward.
+
+    query, dout, dquery [batch, heads, queries, dim] and key, value [batch, kv_heads, keys, dim] may have any strides.
+    lse and delta [batch, heads, queries] are contiguous, in float32.
+    """
     first_query, head, batch = place(queries, heads, QUERIES, True)
     query_at = first_query + tl.arange(0, QUERIES)
     key = head_of(key, key_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
     value = head_of(value, value_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
-    q = load_rows(query, query_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)  # [QUERIES, PADDED_DIM]
+    # The shape of q and do is [QUERIES, PADDED_DIM].
+    q = load_rows(query, query_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)
     do = load_rows(dout, dout_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)
     first_row = (wide(batch) * heads + head) * queries
     row_lse = tl.load(lse + first_row + query_at, mask=query_at < queries, other=INFINITY)
@@ -196,10 +236,12 @@ def dquery_kernel(
             dq, q, do, row_lse, row_delta, query_at, key, value, first_key, keys, offset,
             scale, seed, last_dropped, kept_scale, batch, head, True, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
         )  # fmt: skip
-    store_rows(dquery, dquery_strides, dq * scale, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)
+    store_rows(
+        dquery, dquery_strides, dq * scale, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------------------- the call
+# ------------------------------------------------------------------------------------------------------------- the call
 
 
 class _Attention(torch.autograd.Function):
@@ -223,7 +265,7 @@ class _Attention(torch.autograd.Function):
 @Attention
 @opaque
 def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows]:
-    """FlashAttention-2: (out, lse), with gradients for query, key and value."""
+    """FlashAttention-2. Returns (out, lse), with gradients for query, key and value."""
     out, lse = _Attention.apply(query, key, value, call)
     return out, lse
 
@@ -235,5 +277,8 @@ implementation = Implementation(
     arithmetic=flash.arithmetic_of(tiles),
     missing=missing,
     slow=slow,
-    summary="FlashAttention-2 in Triton: query tiles in parallel, statistics on chip, a backward of two kernels without atomics.",
+    summary=(
+        "FlashAttention-2 in Triton: query tiles in parallel, statistics on chip, "
+        "a backward of two kernels without atomics."
+    ),
 )

@@ -1,6 +1,7 @@
-"""How the kernels of FlashAttention-2 are launched, whatever tiles their loops visit: tiles, grids and arguments, and the forward and the backward as launches.
+"""The launches of the FlashAttention-2 kernels, forward and backward: tiles, grids and arguments.
 
-`fa2.py` and `block_sparse.py` hand their three kernels in, and `visits`, the further arguments that tell the loops of a kernel where to go.
+The launches are the same whichever tiles the loops visit. `fa2.py` and `block_sparse.py` pass in their three kernels
+and `visits`, the further arguments that tell the loop of a kernel which tiles to visit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +16,12 @@ from flashproof.impls.spec import Arithmetic, Device, Dtype, arithmetic_of_flash
 from flashproof.impls.triton.primitives import INTERPRETED, Launch, Scale, call_arguments, padded_dim, with_strides
 from flashproof.impls.triton.steps import delta_kernel
 
-# ------------------------------------------------------------------------------------------------------------------------------ tiles
+# ---------------------------------------------------------------------------------------------------------------- tiles
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries and keys of one step, and how the kernel that takes such steps is compiled."""
+    """The queries and keys of one step, and the compile options of the kernel that takes such steps."""
 
     queries: int
     keys: int
@@ -37,16 +38,22 @@ class Tiles:
     dquery: Tile
 
 
-# With dropout in 16 bit, up to dim 128: the ten rounds of Philox need registers of their own.
+# Tiles for dropout in 16 bit, up to head dim 128. The ten rounds of Philox need registers of their own.
 DROPOUT_TILES = Tiles(forward=Tile(128, 32, 8, 3), dkey_dvalue=Tile(32, 64, 8, 2), dquery=Tile(64, 32, 8, 2))
-# Interpreted, a step takes as long whatever its size, so one large tile serves all. Its sides differ, so that the diagonal cuts it in more ways than one.
+# In the interpreter, a step takes the same time whatever its size, so one set of large tiles serves every call. The two
+# sides of a tile differ, so that the diagonal of a causal mask cuts it in more than one way.
 INTERPRETED_TILES = Tiles(forward=Tile(128, 64, 4, 1), dkey_dvalue=Tile(64, 128, 4, 1), dquery=Tile(128, 64, 4, 1))
 
 
-def tiles_of(table: Mapping[tuple[int, int], Tiles], dtype: torch.dtype, dim: int, dropout: bool, interpreted: bool) -> Tiles:
-    """The tiles for a dtype and head dim, from a table by the bits of the dtype and the largest head dim that an entry serves.
+def tiles_of(
+    table: Mapping[tuple[int, int], Tiles], dtype: torch.dtype, dim: int, dropout: bool, interpreted: bool
+) -> Tiles:
+    """Returns the tiles for a dtype and a head dim.
 
-    The batch and the lengths have no say, so a slice of a batch is computed as it is in the batch.
+    The keys of the table are (bits of the dtype, largest head dim that the entry serves).
+
+    The batch size and the lengths do not influence the choice. A slice of a batch is therefore computed in the same way
+    as in the whole batch.
     """
     if interpreted:
         return INTERPRETED_TILES
@@ -56,10 +63,17 @@ def tiles_of(table: Mapping[tuple[int, int], Tiles], dtype: torch.dtype, dim: in
 
 
 def arithmetic_of(tiles: Callable[[torch.dtype, int, bool, bool], Tiles]) -> Callable[[Dtype, Device], Arithmetic]:
-    """The arithmetic of kernels with these tiles. They differ between head dims; the smallest make the most steps, so they are the ones claimed."""
+    """Returns the function that states the arithmetic of kernels with these tiles.
+
+    The tiles differ between head dims. The smallest tiles make the most steps, so the claim states the smallest tiles.
+    """
 
     def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
-        chosen = [tiles(getattr(torch, dtype), dim, dropout, device == "cpu") for dim in (64, 128, 256) for dropout in (False, True)]
+        chosen = [
+            tiles(getattr(torch, dtype), dim, dropout, device == "cpu")
+            for dim in (64, 128, 256)
+            for dropout in (False, True)
+        ]
         return replace(
             arithmetic_of_flash(dtype, device),
             key_tile=min(tile.keys for each in chosen for tile in (each.forward, each.dquery)),
@@ -69,12 +83,12 @@ def arithmetic_of(tiles: Callable[[torch.dtype, int, bool, bool], Tiles]) -> Cal
     return arithmetic
 
 
-# --------------------------------------------------------------------------------------------------------------------------- launches
+# ------------------------------------------------------------------------------------------------------------- launches
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A kernel that has a loop, its tile, and what further arguments tell the loop where to go."""
+    """A kernel that has a loop, its tile, and the further arguments that tell the loop which tiles to visit."""
 
     kernel: Any
     tile: Tile
@@ -82,7 +96,12 @@ class Loop:
 
 
 def forward(loop: Loop, call: Call, query: Queries, key: Keys, value: Keys) -> tuple[Queries, Rows]:
-    """(out, lse). One program for each tile of queries of each head."""
+    """Runs the forward and returns (out, lse). One program computes one tile of queries of one head.
+
+    query, out: [batch, heads, queries, dim]. key, value: [batch, kv_heads, keys, dim].
+    lse: [batch, heads, queries], float32, natural logarithm.
+    Raises ValueError if the scale is beyond float32.
+    """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     scale = Scale.of(call.scale)
@@ -93,11 +112,25 @@ def forward(loop: Loop, call: Call, query: Queries, key: Keys, value: Keys) -> t
 
 
 def backward(
-    of_keys: Loop, of_queries: Loop, call: Call, needed: Sequence[bool], dout: Queries, query: Queries, key: Keys, value: Keys, out: Queries, lse: Rows
+    of_keys: Loop,
+    of_queries: Loop,
+    call: Call,
+    needed: Sequence[bool],
+    dout: Queries,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    out: Queries,
+    lse: Rows,
 ) -> tuple[Queries | None, Keys | None, Keys | None]:
-    """(dquery, dkey, dvalue), those that are needed.
+    """Runs the backward and returns (dquery, dkey, dvalue). A gradient that is not needed may be None.
 
-    delta comes first. Then dK and dV, one program for each tile of keys of each key head, and dQ, one for each tile of queries of each head.
+    needed: whether the gradients of query, key and value are needed. dkey and dvalue are always computed together.
+    dout, query, out, dquery: [batch, heads, queries, dim]. lse: [batch, heads, queries].
+    key, value, dkey, dvalue: [batch, kv_heads, keys, dim].
+
+    The first launch computes delta. The second computes dK and dV: one program computes one tile of keys of one key
+    head. The third computes dQ: one program computes one tile of queries of one head.
     """
     delta = torch.empty_like(lse)
     delta_launch(call, out, dout, delta).run()
@@ -105,25 +138,49 @@ def backward(
     shared = {"lse": lse, "delta": delta, "scale": call.scale}
     if needed[1] or needed[2]:
         dkey, dvalue = (torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in range(2))
-        arguments = with_strides(query=query, key=key, value=value, dout=dout, dkey=dkey, dvalue=dvalue) | shared | {"kv_heads": call.kv_heads}
+        arguments = (
+            with_strides(query=query, key=key, value=value, dout=dout, dkey=dkey, dvalue=dvalue)
+            | shared
+            | {"kv_heads": call.kv_heads}
+        )
         _launch(of_keys, call, triton.cdiv(call.keys, of_keys.tile.keys) * call.kv_heads * call.batch, arguments).run()
     if needed[0]:
         dquery = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        arguments = with_strides(query=query, key=key, value=value, dout=dout, dquery=dquery) | shared | {"heads": call.heads}
-        _launch(of_queries, call, triton.cdiv(call.queries, of_queries.tile.queries) * call.heads * call.batch, arguments).run()
+        arguments = (
+            with_strides(query=query, key=key, value=value, dout=dout, dquery=dquery) | shared | {"heads": call.heads}
+        )
+        _launch(
+            of_queries, call, triton.cdiv(call.queries, of_queries.tile.queries) * call.heads * call.batch, arguments
+        ).run()
     return dquery, dkey, dvalue
 
 
 def delta_launch(call: Call, out: Queries, dout: Queries, delta: Rows) -> Launch:
-    """One program for each 16 queries of each head; interpreted, where a program costs the same whatever its size, for each 128. Fills delta."""
+    """Returns the launch that fills delta [batch, heads, queries] from out and dout.
+
+    One program computes 16 queries of one head. In the interpreter it computes 128 queries, because there a program
+    takes the same time whatever its size.
+    """
     tile = 128 if INTERPRETED.value else 16
     arguments = with_strides(out=out, dout=dout) | {"delta": delta, "heads": call.heads, "queries": call.queries}
     constants = {"DIM": call.dim, "PADDED_DIM": padded_dim(call.dim), "QUERIES": tile}
-    return Launch(delta_kernel, (triton.cdiv(call.queries, tile) * call.heads * call.batch,), arguments | constants, num_warps=4, num_stages=1)
+    return Launch(
+        delta_kernel,
+        (triton.cdiv(call.queries, tile) * call.heads * call.batch,),
+        arguments | constants,
+        num_warps=4,
+        num_stages=1,
+    )
 
 
 def _launch(loop: Loop, call: Call, programs: int, arguments: dict[str, Any]) -> Launch:
-    """Adds what the three kernels that recompute or compute weights take alike."""
+    """Returns the launch of a kernel with a loop. Adds the arguments that all three of these kernels take."""
     tile = loop.tile
     alike = {"QUERIES": tile.queries, "KEYS": tile.keys}
-    return Launch(loop.kernel, (programs,), arguments | dict(loop.visits) | call_arguments(call) | alike, tile.num_warps, tile.num_stages)
+    return Launch(
+        loop.kernel,
+        (programs,),
+        arguments | dict(loop.visits) | call_arguments(call) | alike,
+        tile.num_warps,
+        tile.num_stages,
+    )

@@ -1,8 +1,12 @@
-"""Triton's interpreter, made to describe each type once while a kernel of this project runs. Kernels compute the same, bit for bit, in half the time.
+"""Makes the kernels of this project run in Triton's interpreter in half the time, with the same results, bit for bit.
 
-Every operation of an interpreted kernel makes a value, and describes anew what its type and shape are, in words too; and every call of a function of Triton's
-own, such as tl.sum, prepares Triton's modules for the interpreter once more. There are few types and few modules: what was made for the first is kept, of types
-for good, of modules until the launch ends, since what it ends with may put them back. Other kernels run in the interpreter as it is.
+Triton's interpreter repeats two kinds of work. Every operation of a kernel creates a value, and describes the type and
+the shape of that value again, also as text. Every call of one of Triton's own functions, such as tl.sum, prepares the
+modules of Triton for the interpreter again.
+
+There are few types and few modules, so this module keeps the first result of each. It keeps the descriptions of types
+for good. It keeps the prepared modules only until the launch ends, because the end of a launch may undo the
+preparation. The interpreter runs all other kernels as usual.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -17,7 +21,7 @@ from triton.runtime import interpreter
 
 @contextmanager
 def described_once() -> Iterator[None]:
-    """While it is open, descriptions are kept."""
+    """Keeps descriptions and prepared modules while the context is open."""
     changed = [*_DESCRIBING, (interpreter, "_patch_lang", _as_to_the_first(interpreter._patch_lang, key=_own_module))]
     with ExitStack() as stack:
         for owner, name, kept in changed:
@@ -25,8 +29,15 @@ def described_once() -> Iterator[None]:
         yield
 
 
-def _like_the_first(initialise: Callable[..., None], key: Callable[..., Any], own: tuple[str, ...]) -> Callable[..., None]:
-    """An initialiser that fills an object as it filled the first of its key, but for what is the object's own: its first arguments, under the names `own`."""
+def _like_the_first(
+    initialise: Callable[..., None], key: Callable[..., Any], own: tuple[str, ...]
+) -> Callable[..., None]:
+    """Wraps an initialiser so that it runs only once for each key.
+
+    The first object of a key is initialised as usual. Every later object with the same key gets the attributes of the
+    first one, except the attributes that are its own. `own` names these attributes: they are the first arguments of the
+    initialiser, in order.
+    """
     kept: dict[Any, dict[str, Any]] = {}
 
     def described(self: Any, *arguments: Any) -> None:
@@ -42,7 +53,10 @@ def _like_the_first(initialise: Callable[..., None], key: Callable[..., Any], ow
 
 
 def _as_to_the_first(function: Callable[[Any], Any], key: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function that answers what it answered to the first argument of this one's key; where the key is None it is asked again."""
+    """Wraps a function so that it is called only once for each key.
+
+    Every later argument with the same key gets the first answer. If the key is None, the function is called every time.
+    """
     kept: dict[Any, Any] = {}
 
     def answer(argument: Any) -> Any:
@@ -57,13 +71,24 @@ def _as_to_the_first(function: Callable[[Any], Any], key: Callable[[Any], Any]) 
 
 
 def _own_module(function: Any) -> str | None:
-    """The module of a function of Triton's own; None of a kernel, whose module is prepared and put back with every launch."""
+    """Returns the module of one of Triton's own functions, and None for any other function, such as a kernel.
+
+    The module of a kernel is prepared and restored with every launch, so nothing about it is kept.
+    """
     module: str = function.__module__
     return module if module.startswith("triton.language") else None
 
 
 _DESCRIBING = [
-    (tl.block_type, "__init__", _like_the_first(tl.block_type.__init__, key=lambda element, shape: (element.name, *map(int, shape)), own=())),
-    (tl.tensor, "__init__", _like_the_first(tl.tensor.__init__, key=lambda handle, kind: kind.name, own=("handle", "type"))),
+    (
+        tl.block_type,
+        "__init__",
+        _like_the_first(tl.block_type.__init__, key=lambda element, shape: (element.name, *map(int, shape)), own=()),
+    ),
+    (
+        tl.tensor,
+        "__init__",
+        _like_the_first(tl.tensor.__init__, key=lambda handle, kind: kind.name, own=("handle", "type")),
+    ),
     (interpreter, "_get_np_dtype", _as_to_the_first(interpreter._get_np_dtype, key=lambda kind: kind.name)),
 ]

@@ -1,7 +1,10 @@
-"""What the Triton kernels share: products, roundings, loads and dropout on the device, and the launch of a kernel on the host.
+"""Functions that the Triton kernels share, on the device and on the host.
 
-The functions on the device hide the one difference between a GPU and Triton's interpreter: the interpreter takes a bfloat16 for the integer that
-holds its bits, so there every operation on one goes through float32, which is exact, and the way back is rounded here.
+On the device: products, rounding, loads, stores and dropout. On the host: the launch of a kernel.
+
+The device functions hide the one difference between a GPU and Triton's interpreter. The interpreter treats a bfloat16
+as the integer that holds its bits. In the interpreter, every operation on bfloat16 values therefore converts them to
+float32, which is exact, and `rounded` converts the result back.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -30,21 +33,32 @@ INFINITY = tl.constexpr(math.inf)
 
 
 def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function that kernels call. Interpreted it stays plain Python, since a call between two jit functions there costs half a millisecond."""
+    """Marks a function that kernels call.
+
+    In the interpreter it stays a plain Python function, because there a call from one jit function to another takes
+    half a millisecond.
+    """
     return function if INTERPRETED.value else triton.jit(function)
 
 
-# Arguments whose values a kernel is not compiled for. Triton would compile again for a size of 1 and for one that 16 divides, and no load gets wider by it:
-# how tensors are aligned is said by UNIT, of their strides.
+# By default, Triton compiles a kernel again for a size of 1, and for a size or a stride that 16 divides. This makes no
+# load wider, because UNIT, the unit of the strides, states the alignment of the tensors. `kernel` therefore excludes
+# _SIZES from both rules, and _STRIDES from the rule about 16.
 _PLACES = ("heads", "kv_heads", "groups", "queries", "keys", "offset")
 _SIZES = (*_PLACES, "seed", "last_dropped")
-_STRIDES = tuple(f"{name}_strides" for name in ("query", "key", "value", "out", "dout", "dquery", "dkey", "dvalue", "lists"))
+_STRIDES = tuple(
+    f"{name}_strides" for name in ("query", "key", "value", "out", "dout", "dquery", "dkey", "dvalue", "lists")
+)
 
 
 def kernel(function: Callable[..., Any], *, and_for: tuple[str, ...] = ()) -> Any:
-    """Marks a kernel. It is compiled for its constants, its dtypes and strides of 1, not for each kind of length; `and_for`: sizes that it is compiled for.
+    """Marks a kernel.
 
-    Interpreted, sizes and strides stay plain numbers, as constants do: of any other number the interpreter makes an array, and of every sum of two a call.
+    A kernel is compiled for its constants, its dtypes and strides of 1. It is not compiled again for other kinds of
+    sizes, except for the sizes that `and_for` names.
+
+    In the interpreter, sizes and strides stay plain numbers, as constants do. The interpreter would turn any other
+    number into an array, and the sum of two such numbers into a call.
     """
     unlike = [size for size in _SIZES if size not in and_for]
     compiled = triton.jit(function, do_not_specialize=unlike, do_not_specialize_on_alignment=_STRIDES)
@@ -55,7 +69,10 @@ def kernel(function: Callable[..., Any], *, and_for: tuple[str, ...] = ()) -> An
 
 @device_function
 def dot(a, b, accumulator=None):
-    """a b + accumulator in float32: exact products of the operands' own dtype, and no TF32."""
+    """Returns a b + accumulator in float32.
+
+    The operands are multiplied exactly, in their own dtype and without TF32.
+    """
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -64,7 +81,10 @@ def dot(a, b, accumulator=None):
 
 @device_function
 def rounded(x, dtype: tl.constexpr):
-    """float32 to `dtype`, to the nearest and ties to even. Interpreted, Triton's own cast to bfloat16 truncates."""
+    """Rounds float32 to `dtype`, to nearest with ties to even.
+
+    In the interpreter, Triton's own cast to bfloat16 truncates. The result is therefore computed from the bits.
+    """
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         result = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -75,26 +95,39 @@ def rounded(x, dtype: tl.constexpr):
 
 @device_function
 def times_sign(x, SIGN: tl.constexpr):
-    """SIGN x, exactly; SIGN is 1, -1 or 0."""
+    """Returns SIGN x, which is exact. SIGN is 1, -1 or 0."""
     return x if SIGN == 1 else rounded(x.to(tl.float32) * SIGN, x.dtype)
 
 
 @device_function
 def this_program():
-    """Which program of the launch this is. Interpreted it is a plain number, as sizes and strides are, and so is what a function makes of them alone."""
+    """Returns the index of this program in the launch.
+
+    In the interpreter the index is a plain number, like sizes and strides. What a function computes from plain numbers
+    only is a plain number too.
+    """
     program = tl.program_id(0)
     return program.__index__() if INTERPRETED else program
 
 
 @device_function
 def wide(number):
-    """A scalar of 64 bits. Interpreted, plain numbers have all the bits they need; what was loaded, or assigned in a kernel's body, is none."""
-    return (number.to(tl.int64) if isinstance(number, tl.tensor) else number) if INTERPRETED else tl.cast(number, tl.int64)
+    """Returns a scalar in 64 bits.
+
+    In the interpreter, a plain number has all the bits that it needs and stays as it is. A value that was loaded, or
+    that the body of a kernel assigned, is not a plain number and is cast.
+    """
+    return (
+        (number.to(tl.int64) if isinstance(number, tl.tensor) else number) if INTERPRETED else tl.cast(number, tl.int64)
+    )
 
 
 @device_function
 def place(rows, heads, LENGTH: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """Where this program works: the first row of its tile of LENGTH rows, its head and its batch. LAST_FIRST: the last tile of a head is taken first."""
+    """Returns where this program works: the first row of its tile of LENGTH rows, its head and its batch.
+
+    With LAST_FIRST, the programs of a head take its tiles in reverse order.
+    """
     tiles = (rows + LENGTH - 1) // LENGTH
     program = this_program()
     tile = program % tiles
@@ -104,10 +137,15 @@ def place(rows, heads, LENGTH: tl.constexpr, LAST_FIRST: tl.constexpr):
 
 
 @device_function
-def head_of(pointer, strides, batch, head, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr):
-    """Where one head of a [batch, heads, length, dim] tensor lies: its start, the offsets of a tile [LENGTH, PADDED_DIM], the stride from row to row.
+def head_of(
+    pointer, strides, batch, head,
+    LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Returns the location of one head of a [batch, heads, length, dim] tensor, in three parts.
 
-    The tile that starts at row r is at start + r stride + offsets. The first two terms have 64 bits, the offsets 32 unless WIDE: they cost registers.
+    The parts are the start of the head, the offsets of a tile [LENGTH, PADDED_DIM], and the stride from row to row. The
+    tile whose first row is r is at start + r stride + offsets. The first two terms have 64 bits. The offsets have 32
+    bits unless WIDE, because offsets of 64 bits cost registers.
     """
     start = pointer + (wide(batch) * (strides[0] * UNIT) + wide(head) * (strides[1] * UNIT))
     row = tl.arange(0, LENGTH)[:, None]
@@ -119,23 +157,29 @@ def head_of(pointer, strides, batch, head, LENGTH: tl.constexpr, PADDED_DIM: tl.
 
 
 @device_function
-def tile_at(pointer, strides, batch, head, row, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr):
-    """Pointers to the tile [LENGTH, PADDED_DIM] that starts at one row of one head."""
+def tile_at(
+    pointer, strides, batch, head, row,
+    LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Returns pointers to the tile [LENGTH, PADDED_DIM] that starts at `row` of one head."""
     return tile_of(head_of(pointer, strides, batch, head, LENGTH, PADDED_DIM, WIDE, UNIT), row)
 
 
 @device_function
 def tile_of(head, row):
-    """Pointers to the tile that starts at one row of a head, as `head_of` gives it."""
+    """Returns pointers to the tile that starts at `row` of a head in the form that `head_of` returns."""
     start, offsets, stride = head
     return start + wide(row) * stride + offsets
 
 
 @device_function
-def load_tile(pointers, first_row, rows, DIM: tl.constexpr, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, TAIL: tl.constexpr):
-    """A tile [LENGTH, PADDED_DIM] with zeros past the head dim and, where TAIL says that there may be such rows, past the tensor's last row.
+def load_tile(
+    pointers, first_row, rows, DIM: tl.constexpr, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, TAIL: tl.constexpr
+):
+    """Loads a tile [LENGTH, PADDED_DIM].
 
-    Memory that the tensor does not own is never read: it may hold NaN, and 0 NaN is NaN.
+    Elements past the head dim are zero. TAIL means that the tile may have rows past the last row of the tensor, and
+    these rows are zero too. Memory that the tensor does not own is never read: it may hold NaN, and 0 NaN is NaN.
     """
     if TAIL:
         mask = (first_row + tl.arange(0, LENGTH) < rows)[:, None]
@@ -151,7 +195,10 @@ def load_tile(pointers, first_row, rows, DIM: tl.constexpr, LENGTH: tl.constexpr
 
 @device_function
 def store_tile(pointers, tile, first_row, rows, DIM: tl.constexpr, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr):
-    """Rounds a float32 tile [LENGTH, PADDED_DIM] to the tensor's dtype and stores what of it lies inside the tensor."""
+    """Rounds a float32 tile [LENGTH, PADDED_DIM] to the dtype of the tensor, and stores it.
+
+    Only the part that is inside the tensor is stored.
+    """
     mask = (first_row + tl.arange(0, LENGTH) < rows)[:, None]
     if DIM != PADDED_DIM:
         mask = mask & (tl.arange(0, PADDED_DIM) < DIM)[None, :]
@@ -163,8 +210,11 @@ def load_rows(
     pointer, strides, batch, head, row, rows,
     DIM: tl.constexpr, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """The tile [LENGTH, PADDED_DIM] that starts at one row of one head of a tensor with `rows` rows to a head."""
-    return load_tile(tile_at(pointer, strides, batch, head, row, LENGTH, PADDED_DIM, WIDE, UNIT), row, rows, DIM, LENGTH, PADDED_DIM, True)
+    """Loads the tile [LENGTH, PADDED_DIM] that starts at `row` of one head. Each head has `rows` rows."""
+    return load_tile(
+        tile_at(pointer, strides, batch, head, row, LENGTH, PADDED_DIM, WIDE, UNIT),
+        row, rows, DIM, LENGTH, PADDED_DIM, True,
+    )  # fmt: skip
 
 
 @device_function
@@ -172,48 +222,60 @@ def store_rows(
     pointer, strides, tile, batch, head, row, rows,
     DIM: tl.constexpr, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Rounds a float32 tile and stores it where `load_rows` would load one."""
-    store_tile(tile_at(pointer, strides, batch, head, row, LENGTH, PADDED_DIM, WIDE, UNIT), tile, row, rows, DIM, LENGTH, PADDED_DIM)
+    """Rounds a float32 tile and stores it to the place from which `load_rows` would load it."""
+    store_tile(
+        tile_at(pointer, strides, batch, head, row, LENGTH, PADDED_DIM, WIDE, UNIT),
+        tile, row, rows, DIM, LENGTH, PADDED_DIM,
+    )  # fmt: skip
 
 
 @device_function
 def kept(seed, last_dropped, batch, head, query, key):
-    """Dropout's mask at the positions `query` and `key`, which broadcast: the first word of Philox 4x32-10 is above `last_dropped`.
+    """Returns the dropout mask at the positions `query` and `key`, which are broadcast against each other.
 
-    Key the 64-bit seed, counter (key, query, head, batch): the same entry is drawn in the forward and in both backward kernels.
+    A weight is kept if the first word of Philox 4x32-10 is above `last_dropped`. The Philox key is the 64-bit seed. The
+    counter is (key, query, head, batch). The forward and both backward kernels therefore draw the same mask.
     """
     word, _, _, _ = tl.philox(seed, key, query, head, batch)
     return word > last_dropped.to(tl.uint32)
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ host
+# ----------------------------------------------------------------------------------------------------------------- host
 
 
 def missing(device: Device) -> str | None:
-    """Why the kernels cannot run on a device, or None. Compiled, they take tensors of a GPU; interpreted, those of the CPU."""
+    """Returns why the kernels cannot run on a device, or None if they can.
+
+    On "cuda" they need a GPU. On "cpu" they need Triton's interpreter.
+    """
     if device == "cuda":
         return None if torch.cuda.is_available() else "CUDA: no device"
     return None if INTERPRETED.value else "Triton: not interpreted"
 
 
-_ONE_AT_A_TIME = threading.Lock()  # the interpreter changes Triton's modules while it runs
+_ONE_AT_A_TIME = threading.Lock()  # the interpreter changes the modules of Triton while it runs
 
 
 def slow(device: Device) -> Literal["tile", "shape"]:
-    """What takes long: a tile of the interpreter, and the compiler."""
+    """Returns what takes long on a device: each tile in the interpreter, or each new shape, which is compiled."""
     return "tile" if device == "cpu" else "shape"
 
 
 def padded_dim(dim: int) -> int:
-    """The power of two that tiles of this head dim are padded to; tl.dot takes 16 at least."""
+    """Returns the power of two to which tiles of this head dim are padded.
+
+    It is at least 16, the smallest size that tl.dot takes.
+    """
     return max(16, 1 << (dim - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A scale as a forward uses it: scores = sign (q k) magnitude, so that the row maximum of sign (q k) is the row maximum of the scores.
+    """A scale in the form that a forward uses: scores = sign (q k) magnitude.
 
-    The sign is folded into an operand, exactly. A zero scale is sign 0 and magnitude 1: every score is 0, and -inf times the magnitude stays -inf.
+    The magnitude is positive, so sign (q k) and the scores have their row maximum at the same key. The sign is folded
+    into an operand, which is exact. A scale that is zero in float32 has sign 0 and magnitude 1: every score is then 0,
+    and -inf times the magnitude stays -inf.
     """
 
     sign: int
@@ -222,30 +284,38 @@ class Scale:
 
     @classmethod
     def of(cls, scale: float) -> "Scale":
-        """Raises ValueError for a scale beyond float32."""
+        """Splits a scale into its parts. Raises ValueError if the scale is beyond float32."""
         exponent = abs(scale) * math.log2(math.e)
         if exponent > torch.finfo(torch.float32).max:
-            raise ValueError(f"scale: {scale} is beyond float32, in which scores are computed; its magnitude is at most 2.3e38")
+            raise ValueError(
+                f"scale: {scale} is beyond float32, in which scores are computed; its magnitude is at most 2.3e38"
+            )
         if np.float32(abs(scale)) == 0.0:
             return cls(sign=0, magnitude=1.0, exponent=math.log2(math.e))
         return cls(sign=1 if scale > 0.0 else -1, magnitude=abs(scale), exponent=exponent)
 
 
 def with_strides(**tensors: Tensor) -> dict[str, Any]:
-    """A kernel's arguments for tensors that may lie anyhow: each by its name, and its strides as `<name>_strides`.
+    """Returns the kernel arguments for tensors with any strides.
 
-    UNIT is what the strides but the last are counted in: 8 elements if that divides them all, so that a GPU loads 16 bytes at a time. WIDE says that an offset
-    inside a tile, of at most 256 rows and columns, may need more than 32 bits.
+    Each tensor is passed under its name, and its strides as `<name>_strides`.
+
+    UNIT is the unit in which all strides except the last are counted. It is 8 elements if 8 divides all of these
+    strides, so that a GPU loads 16 bytes at a time, and otherwise 1 element. WIDE says that an offset inside a tile,
+    which has at most 256 rows and columns, may need more than 32 bits.
     """
     strides = {name: tensor.stride() for name, tensor in tensors.items()}
     unit = 8 if all(stride % 8 == 0 for each in strides.values() for stride in each[:3]) else 1
     wide = any(256 * (row + column) >= 2**31 for _, _, row, column in strides.values())
-    counted = {f"{name}_strides": (batch // unit, head // unit, row // unit, column) for name, (batch, head, row, column) in strides.items()}
+    counted = {
+        f"{name}_strides": (batch // unit, head // unit, row // unit, column)
+        for name, (batch, head, row, column) in strides.items()
+    }
     return tensors | counted | {"WIDE": wide, "UNIT": unit}
 
 
 def call_arguments(call: Call) -> dict[str, Any]:
-    """What of a call every kernel takes alike: its sizes, its dropout, and the constants that follow from them."""
+    """Returns the arguments that every kernel takes: sizes, dropout, and the constants that follow from them."""
     return {
         "groups": call.groups,
         "queries": call.queries,
@@ -263,9 +333,14 @@ def call_arguments(call: Call) -> dict[str, Any]:
 
 @contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
-    """Interpreted, kernels are NumPy, which warns where a GPU goes on in silence: the exponential of -inf, an overflow in a row that is never stored, a maximum
-    of nothing but NaN. And the interpreter asks of every sum and product of integers whether it left its type, and describes every value's type anew, which
-    takes most of its time."""
+    """Makes the interpreter behave like a GPU, without warnings and without checks. Has no effect on compiled kernels.
+
+    The interpreter runs kernels in NumPy. NumPy warns where a GPU is silent: at the exponential of -inf, at an overflow
+    in a row that is never stored, and at a maximum of nothing but NaN.
+
+    The interpreter also checks for every sum and product of integers whether the result left its type, and describes
+    the type of every value again. This takes most of its time, so neither is done here.
+    """
     if not INTERPRETED.value:
         yield
         return
@@ -281,9 +356,9 @@ def _as_on_a_gpu() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel: its grid, its arguments by name, constants included, and the options of its compilation.
+    """One launch of a kernel: its grid, its arguments by name (with the constants), and its compile options.
 
-    A launch is data: `run` starts it, and a test compiles it for a GPU that is not there.
+    A launch is data. `run` starts it. A test can compile it for a GPU that is not present.
     """
 
     kernel: Any
@@ -291,11 +366,14 @@ class Launch:
     arguments: dict[str, Any]
     num_warps: int
     num_stages: int
-    max_registers: int | None = None  # of a thread; None lets the compiler trade registers for programs that run side by side
+    max_registers: int | None = None  # per thread; with None, the compiler may use fewer to run more programs at a time
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of the compilation. Fusing a product with a sum into an fma is chosen, not inherited: Triton's default is about to change."""
+        """The compile options.
+
+        The fusion of a product and a sum into an fma is set explicitly, because Triton is about to change its default.
+        """
         limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True, **limit}
 

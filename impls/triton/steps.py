@@ -1,28 +1,53 @@
-"""The steps of FlashAttention-2 in Triton (Dao, ICLR 2024, Algorithms 1 and 2): what one tile of queries and one tile of keys make of each other.
+"""The steps of FlashAttention-2 in Triton (Dao, ICLR 2024, Algorithms 1 and 2).
 
-Which tiles meet is decided elsewhere: `fa2.py` loops over ranges of keys and queries, `block_sparse.py` over lists of blocks. Tensors that a step loads a tile
-from are heads as `head_of` gives them. MASKED: the tile may reach past the tensor's end, and with CAUSAL the diagonal may cut it; other tiles are computed
-without masks.
+One step combines one tile of queries with one tile of keys. The kernels decide which tiles meet: `fa2.py` loops over
+ranges of keys and queries, `block_sparse.py` loops over lists of blocks. A tensor from which a step loads a tile is
+passed as a head, in the form that `head_of` returns.
 
-Arithmetic. A weight is 2^((s - m) c) with s = q k, m the largest s, and c = |scale| log2 e: subtract, then multiply. Equal scores then weigh exactly 1 however
-large they are; 2^(s c - m c), which a compiler may fuse into an fma, leaves a residue of half an ulp of m c. In the backward S - L is one explicit fma.
+MASKED means that the tile may reach past the end of the tensor and, with CAUSAL, that the diagonal may cut it. All
+other tiles are computed without masks.
+
+Arithmetic. A weight is 2^((s - m) c), where s = q k is a raw score, m is the largest s of the row so far, and
+c = |scale| log2 e. The subtraction comes before the multiplication. A score that is equal to m then has a weight of
+exactly 1, however large it is. The form 2^(s c - m c) does not guarantee this: a compiler may fuse it into an fma,
+which leaves a residue of half an ulp of m c. In the backward, S - L is one explicit fma.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 import triton.language as tl
 
-from flashproof.impls.triton.primitives import INFINITY, LOG2_E, device_function, dot, kept, kernel, load_rows, load_tile, place, rounded, tile_of, wide
+from flashproof.impls.triton.primitives import (
+    INFINITY,
+    LOG2_E,
+    device_function,
+    dot,
+    kept,
+    kernel,
+    load_rows,
+    load_tile,
+    place,
+    rounded,
+    tile_of,
+    wide,
+)
 
-# ---------------------------------------------------------------------------------------------------------------------------- forward
+# -------------------------------------------------------------------------------------------------------------- forward
 
 
 @device_function
 def attend(
-    accumulator, maximum, total,  # [QUERIES, PADDED_DIM], [QUERIES], [QUERIES]: the output so far, undivided; the largest score; the sum of weights
+    accumulator, maximum, total,  # the state of the tile of queries
     q, query_at, key, value, first_key, keys, offset, exponent_scale, seed, last_dropped, batch, head,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Takes one tile of keys into the running output, maximum and sum of a tile of queries."""
+    """Adds one tile of keys to the state of a tile of queries, and returns the new state.
+
+    accumulator [QUERIES, PADDED_DIM]: the output so far, not yet divided by the total.
+    maximum [QUERIES]: the largest raw score so far.
+    total [QUERIES]: the sum of the weights so far.
+    q [QUERIES, PADDED_DIM], query_at [QUERIES]: the queries and their positions.
+    """
     k = load_tile(tile_of(key, first_key), first_key, keys, DIM, KEYS, PADDED_DIM, MASKED)
     scores = dot(q, tl.trans(k))  # [QUERIES, KEYS]
     if MASKED:
@@ -32,7 +57,8 @@ def attend(
             visible = visible & (key_at[None, :] <= query_at[:, None] + offset)
         scores = tl.where(visible, scores, -INFINITY)
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-    # A row that has seen no key yet, or none whose score is above -inf: -inf stays its maximum, but is not subtracted from -inf.
+    # The maximum of a row stays -inf if the row has seen no key yet, or only keys with a score of -inf. In that case 0
+    # is subtracted instead, because -inf - (-inf) is NaN.
     subtracted = tl.where(new_maximum == -INFINITY, 0.0, new_maximum)
     weights = tl.exp2((scores - subtracted[:, None]) * exponent_scale)
     rescale = tl.exp2((maximum - subtracted) * exponent_scale)
@@ -47,15 +73,16 @@ def attend(
 
 @device_function
 def attended(accumulator, maximum, total, magnitude, kept_scale):
-    """The output and the LSE of a tile of queries that has seen all its keys: one division, and L = m + log l.
+    """Returns the output [QUERIES, PADDED_DIM] and the LSE [QUERIES] of a tile of queries that has seen all its keys.
 
-    A row that saw no key has maximum -inf and total 0: its LSE is -inf by itself, and its output 0 / 1.
+    The output is divided by l only here. The LSE is L = m + log l, where m is the maximum times the magnitude. A row
+    that saw no key has maximum -inf and total 0. Its LSE is then -inf without a special case, and its output is 0 / 1.
     """
     divisor = tl.where(total == 0.0, 1.0, total)
     return tl.div_rn(accumulator, divisor[:, None]) * kept_scale, tl.fma(maximum, magnitude, tl.log(total))
 
 
-# --------------------------------------------------------------------------------------------------------------------------- backward
+# ------------------------------------------------------------------------------------------------------------- backward
 
 
 @kernel
@@ -65,21 +92,28 @@ def delta_kernel(
     heads, queries,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO o O) for QUERIES queries of one head, in float32. dO has strides of its own."""
+    """Computes delta = rowsum(dO o O) in float32, for QUERIES queries of one head. dO has its own strides."""
     first_query, head, batch = place(queries, heads, QUERIES, False)
     query_at = first_query + tl.arange(0, QUERIES)
-    o = load_rows(out, out_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT).to(tl.float32)
-    do = load_rows(dout, dout_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT).to(tl.float32)
+    o = load_rows(
+        out, out_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT,
+    ).to(tl.float32)  # fmt: skip
+    do = load_rows(
+        dout, dout_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT,
+    ).to(tl.float32)  # fmt: skip
     delta += (wide(batch) * heads + head) * queries
     tl.store(delta + query_at, tl.sum(o * do, 1), mask=query_at < queries)
 
 
 @device_function
 def exponential(scores, lse, scale):
-    """P = exp(scale scores - lse). In a row that sees no key, whose lse is -inf, it is anything: all of its places are masked afterwards.
+    """Returns the weights P = exp(scale scores - lse).
 
-    No weight is above 1. For huge scores the rounding of the stored LSE may say otherwise (half an ulp of 1e10 is 512): the minimum keeps it from overflowing.
-    A NaN stays one.
+    In a row that sees no key, lse is -inf and P may be anything. The caller masks every element of such a row
+    afterwards.
+
+    No exact weight is above 1. For huge scores, the rounding of the stored LSE can make the exponent positive (half an
+    ulp of 1e10 is 512). The minimum prevents an overflow in this case. A NaN stays NaN.
     """
     return tl.exp2(tl.minimum(tl.fma(scores, scale, -lse), 0.0, propagate_nan=tl.PropagateNan.ALL) * LOG2_E)
 
@@ -88,12 +122,17 @@ def exponential(scores, lse, scale):
 def gradients_of_keys(
     dk, dv, k, v, key_at, query, dout, lse, delta,
     first_query, queries, offset, scale, seed, last_dropped, kept_scale, batch, head,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, QUERIES: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Adds what one tile of queries gives to dK / scale and to dV / kept_scale. Scores stand transposed here, [KEYS, QUERIES]: P^T and dS^T are left operands.
+    """Adds the contribution of one tile of queries to dK / scale and to dV / kept_scale, and returns both sums.
 
-    MASKED: some queries may lie before the diagonal, or past the end, where lse = inf makes P zero. Keys past the end need no mask: they have rows of
-    their own, finite and never stored.
+    dk, dv, k, v: [KEYS, PADDED_DIM]. key_at [KEYS]: the positions of the keys.
+
+    The scores are transposed here, [KEYS, QUERIES], so that P^T and dS^T are the left operands of the products.
+
+    MASKED means that some queries may be before the diagonal or past the end. Past the end, lse = inf makes P zero.
+    Keys past the end need no mask: their gradients are in separate rows, which stay finite and are never stored.
     """
     query_at = first_query + tl.arange(0, QUERIES)
     q = load_tile(tile_of(query, first_query), first_query, queries, DIM, QUERIES, PADDED_DIM, MASKED)
@@ -118,7 +157,8 @@ def gradients_of_keys(
         dv = dot(rounded(p, do.dtype), do, dv)
     ds = p * (dp - row_delta[None, :])
     if MASKED and CAUSAL:
-        ds = tl.where(visible, ds, 0.0)  # where a hidden value is so large that dP is infinite, 0 inf is not 0
+        # Masking P is not enough: if a hidden value is so large that dP is infinite, 0 inf is NaN.
+        ds = tl.where(visible, ds, 0.0)
     dk = dot(rounded(ds, q.dtype), q, dk)
     return dk, dv
 
@@ -127,11 +167,15 @@ def gradients_of_keys(
 def gradients_of_queries(
     dq, q, do, row_lse, row_delta, query_at, key, value,
     first_key, keys, offset, scale, seed, last_dropped, kept_scale, batch, head,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Adds what one tile of keys gives to dQ / scale.
+    """Adds the contribution of one tile of keys to dQ / scale, and returns the sum.
 
-    A key past the end is loaded as 0 and would score 0, which is far above an LSE of -100: its weight has to be masked, not only its key.
+    dq, q, do: [QUERIES, PADDED_DIM]. row_lse, row_delta, query_at: [QUERIES].
+
+    A key past the end is loaded as 0, so its score would be 0. That is far above an LSE of -100, for example. For this
+    reason, the weight of such a key is masked too, not only the key.
     """
     k = load_tile(tile_of(key, first_key), first_key, keys, DIM, KEYS, PADDED_DIM, MASKED)
     v = load_tile(tile_of(value, first_key), first_key, keys, DIM, KEYS, PADDED_DIM, MASKED)
