@@ -1,1 +1,4 @@
-"""CUDA C++ kernels, compiled at first use by NVRTC, from pip packages alone. Where there is no GPU, a C++ compiler and a CPU twin of the device run them."""
+"""CUDA C++ kernels. NVRTC compiles them at first use, and needs only pip packages.
+
+On a machine without a GPU, a CPU twin of the device runs the same sources. The host's C++ compiler compiles them.
+"""

@@ -1,29 +1,36 @@
-// Block-sparse FlashAttention in CUDA C++: FlashAttention-2 over a block mask (Dao et al., "FlashAttention", NeurIPS 2022, section 3.3 and Algorithm 5).
+// Block-sparse FlashAttention in CUDA C++: FlashAttention-2 with a block mask (Dao et al., "FlashAttention", NeurIPS
+// 2022, section 3.3 and Algorithm 5).
 //
-// What changed against FlashAttention-2: which tiles a loop visits, and nothing else, so this file is a Mask for the kernels of fa2.cu. A block mask has one entry
-// for each block of 128 x 128 scores. For each row of blocks there is a list: first the blocks that are seen whole, which are computed without a mask, then
-// the partial ones, which the diagonal or the tensor's end cuts. Blocks that are hidden, by the block mask or by the causal one, are on no list. dK and dV go over
-// the transposed lists. Tiles divide 128, so a tile lies in one row and one column of blocks.
+// Only one thing changes against FlashAttention-2: which tiles a loop visits. So this file is a Mask for the kernels of
+// fa2.cu. A block mask has one entry for each block of 128 x 128 scores. Each row of blocks has a list. The list names
+// first the whole blocks, in which every query sees every key. They are computed without a mask. Then it names the
+// partial blocks, which the diagonal or the end of the tensor cuts. The loops do not visit blocks that the block mask
+// or the causal mask hides. The loops of dK and dV use the lists of the transposed mask. The sizes of tiles divide 128,
+// so a tile lies in one row and one column of blocks.
 #include "tiles.cuh"
 
 #define MASK
 
 struct Mask {
-    static constexpr int SIDE = 128;  // of a block, in queries and in keys
+    static constexpr int SIDE = 128;  // queries and keys of a block
 
-    int offset;  // with CAUSAL, query i sees key j when j <= i + offset
-    Global<const int> lists;  // [batch, heads, rows of blocks, 2 + blocks]: how many are seen whole, how many are seen, then their numbers
-    long long batch, head, row;  // strides; 0 where all share one list
+    int offset;  // with CAUSAL, query i sees key j if j <= i + offset
+    // [batch, heads, rows of blocks, 2 + blocks]: the number of whole blocks, the number of visible blocks, then the
+    // numbers of the blocks.
+    Global<const int> lists;
+    long long batch, head, row;  // strides in elements; 0 if all batch entries or all heads share a list
 
     DEVICE bool sees(int query, int key) const { return !CAUSAL || key <= query + offset; }
 
-    // The tiles of a list: each block makes SIDE / STEP of them.
+    // The tiles of a list. Each block consists of SIDE / STEP tiles along the loop.
     struct Visits {
         static_assert(SIDE % STEP == 0 && SIDE % (WARPS / SPLIT * ROWS) == 0, "tiles divide a block");
         Global<const int> blocks;
         int whole, count;
 
-        DEVICE int first(int visit) const { return blocks[visit / (SIDE / STEP)] * SIDE + visit % (SIDE / STEP) * STEP; }
+        DEVICE int first(int visit) const {
+            return blocks[visit / (SIDE / STEP)] * SIDE + visit % (SIDE / STEP) * STEP;
+        }
         DEVICE bool masked(int visit) const { return visit >= whole; }
     };
 
@@ -31,8 +38,12 @@ struct Mask {
         const Global<const int> list = lists + (of_batch * batch + of_head * head + first_row / SIDE * row);
         return {list + 2, list[0] * (SIDE / STEP), list[1] * (SIDE / STEP)};
     }
-    DEVICE Visits keys_of(int of_batch, int of_head, int first_query, int, int) const { return list_of(of_batch, of_head, first_query); }
-    DEVICE Visits queries_of(int of_batch, int of_head, int first_key, int, int) const { return list_of(of_batch, of_head, first_key); }
+    DEVICE Visits keys_of(int of_batch, int of_head, int first_query, int, int) const {
+        return list_of(of_batch, of_head, first_query);
+    }
+    DEVICE Visits queries_of(int of_batch, int of_head, int first_key, int, int) const {
+        return list_of(of_batch, of_head, first_key);
+    }
 };
 
 #include "fa2.cu"

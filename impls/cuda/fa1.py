@@ -1,6 +1,7 @@
 """FlashAttention-1 in CUDA C++: the call, its launches and its claims. The algorithm is in `fa1.cu`.
 
-The kernels are reached through custom operators of torch (`flashproof::cuda_fa1_forward`, `flashproof::cuda_fa1_backward`), which torch.compile takes.
+Two custom operators of torch, `flashproof::cuda_fa1_forward` and `flashproof::cuda_fa1_backward`, launch the kernels.
+torch.compile supports such operators.
 """
 
 import ctypes
@@ -30,18 +31,19 @@ from flashproof.impls.cuda.launching import (
 )
 from flashproof.impls.spec import OWN_KERNELS, Arithmetic, Device, Dtype, Implementation, arithmetic_of_flash
 
-# ------------------------------------------------------------------------------------------------------------------------------ tiles
+# ---------------------------------------------------------------------------------------------------------------- tiles
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of the two kernels: a block's queries and the keys of a step are B_r and B_c of the paper."""
+    """The tiles of the two kernels. The queries of a tile are B_r of the paper, and the keys of a step are B_c."""
 
     forward: Tile
     backward: Tile
 
 
-# By the bits of the dtype and the padded head dim. As in the paper they shrink as the head dim grows: what is on chip has a size.
+# The tiles by the bits of the dtype and the padded head dim. As in the paper, tiles shrink as the head dim grows,
+# because on-chip memory is limited.
 TILES = {
     (16, 64): Tiles(forward=Tile(4, 16, 64), backward=Tile(4, 16, 32)),
     (16, 128): Tiles(forward=Tile(4, 16, 64), backward=Tile(4, 16, 16)),
@@ -50,28 +52,51 @@ TILES = {
     (32, 128): Tiles(forward=Tile(4, 16, 32), backward=Tile(4, 16, 16)),
     (32, 256): Tiles(forward=Tile(4, 16, 16), backward=Tile(2, 16, 16)),
 }
-# On the twin one tile serves both kernels, which are compiled together.
+# The tiles on the twin, by the padded head dim. Both kernels are compiled together there, so they share one tile.
 TWIN_TILES = {64: Tile(4, 16, 32), 128: Tile(2, 32, 64), 256: Tile(4, 16, 16)}
 
 
 def tiles(dtype: torch.dtype, dim: int, twin: bool) -> Tiles:
-    """The tiles for a dtype and head dim. The batch and the lengths have no say, so a slice of a batch is computed as it is in the batch."""
+    """The tiles for a dtype and head dim.
+
+    They do not depend on the batch or on the lengths. So a slice of a batch gives the same bits as the whole batch.
+    """
     if twin:
         return Tiles(*(TWIN_TILES[padded_dim(dim)],) * 2)
     return TILES[8 * dtype.itemsize, padded_dim(dim)]
 
 
-# --------------------------------------------------------------------------------------------------------------------------- launches
+# ------------------------------------------------------------------------------------------------------------- launches
 
 
-def forward_launch(call: Call, query: Queries, key: Keys, value: Keys, out: Queries, row_max: Rows, row_sum: Rows, lse: Rows) -> Launch:
-    """One block for each head. out, row_max and row_sum, float32, enter as 0, -inf and 0; lse is filled."""
+def forward_launch(
+    call: Call, query: Queries, key: Keys, value: Keys, out: Queries, row_max: Rows, row_sum: Rows, lse: Rows
+) -> Launch:
+    """The forward: one block for each head.
+
+    out, row_max and row_sum are float32. The caller sets them to 0, -inf and 0, and the kernel updates them. It also
+    fills lse.
+    """
     tile = tiles(query.dtype, call.dim, launching.on_twin(query)).forward
     shared_bytes = (tile.own + 2 * tile.step) * padded_dim(call.dim) * query.itemsize
-    views = (View.of(query), View.of(key), View.of(value), *(ctypes.c_void_p(x.data_ptr()) for x in (out, row_max, row_sum, lse)))
+    views = (
+        View.of(query),
+        View.of(key),
+        View.of(value),
+        *(ctypes.c_void_p(x.data_ptr()) for x in (out, row_max, row_sum, lse)),
+    )
     constants = _constants(call, tile, query, key, value)
     arguments = (*views, Problem.of(call), ctypes.c_int(call.offset))
-    return Launch("fa1.cu", "forward", call.batch * call.heads, tile.warps, shared_bytes, constants, (query, key, value, out, row_max, row_sum, lse), arguments)
+    return Launch(
+        "fa1.cu",
+        "forward",
+        call.batch * call.heads,
+        tile.warps,
+        shared_bytes,
+        constants,
+        (query, key, value, out, row_max, row_sum, lse),
+        arguments,
+    )
 
 
 def backward_launch(
@@ -87,7 +112,10 @@ def backward_launch(
     dkey: Keys,
     dvalue: Keys,
 ) -> Launch:
-    """One block for each key head. dquery, float32, enters as 0; dkey and dvalue are filled."""
+    """The backward: one block for each key head.
+
+    dquery is float32. The caller sets it to 0, and the kernel adds to it. It also fills dkey and dvalue.
+    """
     tile = tiles(query.dtype, call.dim, launching.on_twin(query)).backward
     shared_bytes = (2 * (tile.own + tile.step) * padded_dim(call.dim) + 2 * tile.own * tile.step) * query.itemsize
     views = (
@@ -99,22 +127,39 @@ def backward_launch(
     constants = _constants(call, tile, query, key, value, dout)
     tensors = (query, key, value, dout, out, row_max, row_sum, dquery, dkey, dvalue)
     arguments = (*views, Problem.of(call), ctypes.c_int(call.offset))
-    return Launch("fa1.cu", "backward", call.batch * call.kv_heads, tile.warps, shared_bytes, constants, tensors, arguments)
+    return Launch(
+        "fa1.cu", "backward", call.batch * call.kv_heads, tile.warps, shared_bytes, constants, tensors, arguments
+    )
 
 
 def _constants(call: Call, tile: Tile, *inputs: Tensor) -> dict[str, int | str]:
-    kind: dict[str, int | str] = {"Element": ELEMENTS[inputs[0].dtype], "DIM": padded_dim(call.dim), "VECTOR": int(vectors(*inputs))}
-    return kind | {"SIGN": sign_of(call), "CAUSAL": int(call.is_causal), "DROPOUT": int(call.dropout_p > 0.0)} | tile.constants
+    kind: dict[str, int | str] = {
+        "Element": ELEMENTS[inputs[0].dtype],
+        "DIM": padded_dim(call.dim),
+        "VECTOR": int(vectors(*inputs)),
+    }
+    return (
+        kind
+        | {"SIGN": sign_of(call), "CAUSAL": int(call.is_causal), "DROPOUT": int(call.dropout_p > 0.0)}
+        | tile.constants
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------------- operators
+# ------------------------------------------------------------------------------------------------------------ operators
 
 
 @torch.library.custom_op("flashproof::cuda_fa1_forward", mutates_args=())
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, offset: int, dropout_p: float, dropout_seed: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    is_causal: bool,
+    offset: int,
+    dropout_p: float,
+    dropout_seed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, lse, row_max, row_sum)."""
+    """The forward: returns (out, lse, row_max, row_sum)."""
     call = call_of(query, key, scale, is_causal, offset, dropout_p, dropout_seed)
     rows = query.shape[:3]
     out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
@@ -140,7 +185,7 @@ def _backward(
     dropout_p: float,
     dropout_seed: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dquery, dkey, dvalue)."""
+    """The backward: returns (dquery, dkey, dvalue)."""
     call = call_of(query, key, scale, is_causal, offset, dropout_p, dropout_seed)
     dquery = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     dkey, dvalue = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (key, value))
@@ -172,14 +217,14 @@ def _differentiate(ctx: Any, dout: Tensor, *_: Tensor) -> tuple[Tensor | None, .
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
 
-# --------------------------------------------------------------------------------------------------------------------------- the call
+# ------------------------------------------------------------------------------------------------------------- the call
 
 
 @Attention
 def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows]:
-    """FlashAttention-1: (out, lse), with gradients for query, key and value.
+    """FlashAttention-1: returns (out, lse), with gradients for query, key and value.
 
-    Raises ValueError for a scale beyond float32, and CudaError where a kernel cannot be compiled or launched.
+    Raises ValueError if the scale is beyond float32, and CudaError if a kernel cannot be compiled or launched.
     """
     check_scale(call)
     options = (call.scale, call.is_causal, call.offset, call.dropout_p, packed_seed(call.dropout_seed))
@@ -188,7 +233,10 @@ def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queri
 
 
 def _arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
-    """Tiles differ between head dims; the smallest make the most steps, so they are the ones claimed."""
+    """The claimed arithmetic.
+
+    Tiles differ between head dims. The smallest tiles make the most steps, so they are the ones claimed.
+    """
     chosen = [tiles(getattr(torch, dtype), dim, device == "cpu") for dim in (64, 128, 256)]
     return replace(
         arithmetic_of_flash(dtype, device),

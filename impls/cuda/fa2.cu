@@ -1,58 +1,73 @@
-// FlashAttention-2 in CUDA C++ (Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", ICLR 2024; Algorithms 1 and 2).
+// FlashAttention-2 in CUDA C++ (Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work
+// Partitioning", ICLR 2024; Algorithms 1 and 2).
 //
-// What changed against FlashAttention-1: the loops are exchanged. One block owns a tile of queries and runs over the keys, so the output, the running maximum m
-// and the running sum l stay in registers; the output is divided by l once, at the end, and written once. Inside a block the rows are split between the warps
-// and the keys are not, so no warp waits for another's numbers. Of the statistics only L = m + log l, the LSE, is stored. The backward has no atomics, so it is
-// deterministic: one kernel owns a tile of keys and sums dK and dV over the queries, another owns a tile of queries and sums dQ over the keys; both
-// recompute the weights P = exp(S - L), and read delta = rowsum(dO o O) from a third, small one.
+// What changes against FlashAttention-1:
+// - The loops are exchanged. One block owns a tile of queries and loops over the keys. So the output, the running
+//   maximum m and the running sum l stay in registers. The block divides the output by l once, at the end, and writes
+//   it once.
+// - The warps of a block share out the rows, and not the keys. So no warp waits for the numbers of another warp.
+// - Of the statistics, only the LSE L = m + log l is stored.
+// - The backward has no atomics, so it is deterministic. One kernel owns a tile of keys and sums dK and dV over the
+//   queries. A second kernel owns a tile of queries and sums dQ over the keys. Both recompute the weights
+//   P = exp(S - L), and both read delta = rowsum(dO o O), which a third, small kernel computes first.
 //
-// Each loop has two tiles in shared memory for each operand: while one is computed with, the next is on its way (cp.async). P and dS never leave the registers:
-// as they come out of one product they are the left operand of the next.
+// Each loop has two tiles in shared memory for each operand. While the block computes with one tile, the next one is
+// copied asynchronously (cp.async). P and dS stay in registers: the result of one product has the layout of the left
+// operand of the next product.
 //
-// Arithmetic. A weight is 2^((s - m) c) with s = q k, m the largest s, and c = |scale| log2 e: subtract, then multiply. Equal scores then weigh exactly 1 however
-// large they are; 2^(s c - m c), fused into one fma, leaves a residue of half an ulp of m c. In the backward S - L is one explicit fma. The compiler fuses
-// nothing by itself. L is a float32: where scores are 1e5 its half ulp, 0.004, is what every weight of the backward is off by, relatively, and at 1e7 it is 0.5.
-// That is the algorithm's, and the bound allows it; FlashAttention-1, which keeps m and l, has no such error.
+// Arithmetic. A weight is 2^((s - m) c) with s = q k, m the largest s so far, and c = |scale| log2 e. The kernel
+// subtracts first and then multiplies, so equal scores weigh exactly 1, however large they are. A fused multiply-add
+// for 2^(s c - m c) would leave a residue of half an ulp of m c. In the backward, S - L is one explicit fma. The
+// compiler does not fuse anything itself. L is a float32, and half an ulp of L is a relative error of every weight in
+// the backward. It is 0.004 for scores of 1e5, and 0.5 for scores of 1e7. This error belongs to the algorithm, and the
+// bound allows it. FlashAttention-1 stores m and l, and does not have this error.
 //
-// Compiled for one kernel at a time: FORWARD, DELTA, DKEY_DVALUE or DQUERY is defined. tiles.cuh says what else the loader defines.
+// The loader compiles one kernel at a time for a GPU, and defines FORWARD, DELTA, DKEY_DVALUE or DQUERY. The CPU twin
+// gets all kernels at once. tiles.cuh lists what else the loader defines.
 #include "tiles.cuh"
 
-// --------------------------------------------------------------------------------------------------------------------------------- masks
+// --------------------------------------------------------------------------------------------------------------- masks
 
-// What is visible, and which tiles a loop therefore visits. Another mask is another struct of this shape (block_sparse.cu).
+// The mask says which keys a query sees, and which tiles a loop visits. For another kind of mask, define another struct
+// with these members (block_sparse.cu).
 #ifndef MASK
 struct Mask {
-    int offset;  // with CAUSAL, query i sees key j when j <= i + offset
+    int offset;  // with CAUSAL, query i sees key j if j <= i + offset
 
     DEVICE bool sees(int query, int key) const { return !CAUSAL || key <= query + offset; }
 
-    // The tiles of a loop: `count` of them, the first row of each, and whether some of its scores may be hidden or lie past the end.
+    // The tiles that a loop visits: their number `count`, the first row of each, and whether a tile needs a mask. A
+    // tile needs a mask if the causal mask hides some of its scores, or if it extends past the end of the tensor.
     struct Visits {
-        int start, count, clear_from, clear_to;  // the tiles from clear_from up to clear_to are seen whole
+        int start, count, clear_from, clear_to;  // tiles clear_from to clear_to - 1 need no mask
 
         DEVICE int first(int visit) const { return start + visit * STEP; }
         DEVICE bool masked(int visit) const { return visit < clear_from || visit >= clear_to; }
     };
 
-    // The keys that the `length` queries from `first_query` on see: whole tiles that every one of them sees, then those that the diagonal or the end cuts.
+    // The tiles of keys that the `length` queries from `first_query` on see. First come the tiles that all these
+    // queries see whole, then those that the diagonal or the end of the keys cuts.
     DEVICE Visits keys_of(int, int, int first_query, int length, int keys) const {
         const int seen_by_all = CAUSAL ? smaller_of(keys, larger_of(first_query + offset + 1, 0)) : keys;
         const int seen_by_any = CAUSAL ? smaller_of(keys, larger_of(first_query + offset + length, 0)) : keys;
         return {0, (seen_by_any + STEP - 1) / STEP, 0, seen_by_all / STEP};
     }
 
-    // The queries that see any of the `length` keys from `first_key` on: first tiles that the diagonal cuts, then whole ones, then perhaps a ragged one.
+    // The tiles of queries that see any of the `length` keys from `first_key` on. First come the tiles that the
+    // diagonal cuts, then whole tiles, and then perhaps a tile that the end of the queries cuts.
     DEVICE Visits queries_of(int, int, int first_key, int length, int queries) const {
         const int start = CAUSAL ? larger_of(first_key - offset, 0) / STEP * STEP : 0;
         const int all_see = CAUSAL ? larger_of(first_key + length - 1 - offset, 0) : 0;
-        return {start, larger_of(queries - start + STEP - 1, 0) / STEP, larger_of(all_see - start + STEP - 1, 0) / STEP, (queries - start) / STEP};
+        return {start, larger_of(queries - start + STEP - 1, 0) / STEP,
+                larger_of(all_see - start + STEP - 1, 0) / STEP, (queries - start) / STEP};
     }
 };
 #endif
 
-// ------------------------------------------------------------------------------------------------------------------------------- places
+// -------------------------------------------------------------------------------------------------------------- places
 
-// A block's place: its tile of OWN rows and its head. The last tile of queries comes first: with a causal mask it has the most to do.
+// The place of a block: its batch entry, its head and its tile of OWN rows. If `last_first`, the last tile comes first.
+// It is set for tiles of queries, because with a causal mask the last queries see the most keys.
 constexpr int OWN = WARPS / SPLIT * ROWS;
 
 struct Place {
@@ -69,26 +84,32 @@ struct Place {
 // The first of the warp's ROWS rows in the block's tile.
 DEVICE int warp_row() { return warp_index() / SPLIT * ROWS; }
 
-// A tile that is seen whole has a body of its own in each loop, which spares it the mask. Beside dropout's draws, or copies of one number at a time, the mask is
-// little, and two bodies would take more registers than there are and twice as long to compile.
+// Each loop has a second body, without a mask, for tiles that need none. With dropout, or with copies of one number at
+// a time, there is only the body with a mask. The mask costs little then, and two bodies would need too many registers
+// and twice as much time to compile.
 #define ONE_BODY (DROPOUT || !VECTOR)
 
-DEVICE long long first_row_of(const Problem& problem, int batch, int head) { return (static_cast<long long>(batch) * problem.heads + head) * problem.queries; }
+// The index of a head's first row in the LSE and in delta [batch, heads, queries].
+DEVICE long long first_row_of(const Problem& problem, int batch, int head) {
+    return (static_cast<long long>(batch) * problem.heads + head) * problem.queries;
+}
 
-// ------------------------------------------------------------------------------------------------------------------------------- forward
+// ------------------------------------------------------------------------------------------------------------- forward
 
 #ifdef FORWARD
 
-// What a warp knows of its queries so far. A lane holds ROWS / 8 of the rows, a quarter of each.
+// The running state of a warp's queries. A lane holds a quarter of each of ROWS / 8 rows.
 struct Running {
-    Sums<ROWS, DIM> out;  // undivided
-    Registers<float, ROWS / 8> maximum, total;  // the largest score of the row, in all its lanes; the sum of this lane's weights
+    Sums<ROWS, DIM> out;  // the output, before the division by the sum of the weights
+    // The largest score of the row so far (all lanes of a quad hold the same number), and the sum of the weights in
+    // this lane's columns.
+    Registers<float, ROWS / 8> maximum, total;
 };
 
-// Takes a tile of STEP keys into the running output, maximum and sum. MASKED: some of them may be hidden, or lie past the end.
+// Adds a tile of STEP keys to the running output, maximum and sum. MASKED: some keys may be hidden or past the end.
 template <bool MASKED, class Query>
-DEVICE void attend(Running& row, const Query& q, Tile<DIM> k, Tile<DIM> v, const Drawn<ROWS, STEP>& drawn, const Problem& problem, const Mask& mask,
-                   const Place& place, int first_key) {
+DEVICE void attend(Running& row, const Query& q, Tile<DIM> k, Tile<DIM> v, const Drawn<ROWS, STEP>& drawn,
+                   const Problem& problem, const Mask& mask, const Place& place, int first_key) {
     const int first_query = place.first + warp_row();
     Sums<ROWS, STEP> scores;
     scores.clear();
@@ -109,7 +130,8 @@ DEVICE void attend(Running& row, const Query& q, Tile<DIM> k, Tile<DIM> v, const
     UNROLL
     for (int r = 0; r < ROWS / 8; ++r) {
         const float maximum = quad_maximum(largest[r]);
-        // A row that has seen no key yet, or none whose score is above -inf: -inf stays its maximum, but is not subtracted from -inf.
+        // The maximum is -inf if the row has seen no key yet, or only scores of -inf. It stays -inf, but the kernel
+        // subtracts 0 in its place: -inf - -inf would be NaN.
         largest[r] = maximum == -INFINITY ? 0.0f : maximum;
         rescale[r] = exp2_of((row.maximum[r] - largest[r]) * problem.exponent_scale);
         row.maximum[r] = maximum;
@@ -125,8 +147,9 @@ DEVICE void attend(Running& row, const Query& q, Tile<DIM> k, Tile<DIM> v, const
     rows_by_columns(row.out, Weights<ROWS, STEP>(scores), v);
 }
 
-// One tile of OWN queries of one head: its output and LSE.
-KERNEL(forward)(View<const Element> query, View<const Element> key, View<const Element> value, View<Element> out, Global<float> lse, Problem problem, Mask mask) {
+// Computes the output and the LSE of one tile of OWN queries of one head. lse [batch, heads, queries] is contiguous.
+KERNEL(forward)(View<const Element> query, View<const Element> key, View<const Element> value, View<Element> out,
+                Global<float> lse, Problem problem, Mask mask) {
     const Place place(problem.queries, problem.heads, true);
     const auto queries = head_of(query, place.batch, place.head, problem.queries, problem.dim);
     const auto keys = head_of(key, place.batch, place.head / problem.groups(), problem.keys, problem.dim);
@@ -154,13 +177,14 @@ KERNEL(forward)(View<const Element> query, View<const Element> key, View<const E
     for (int visit = 0; visit < visits.count; ++visit) {
         const int now = visit % 2, first_key = next_key;
         copies_wait();
-        barrier();  // this tile is there for all, and the one before is no longer read
+        barrier();  // all threads see this tile now, and no warp reads the previous one any more
         if (visit == 0) held.hold();
         if (visit + 1 < visits.count) fetch(next_key = visits.first(visit + 1), 1 - now);
         Drawn<ROWS, STEP> drawn;
         if (DROPOUT) {
             drawn.draw([&](int row, int column) {
-                return kept(problem.seed, problem.last_dropped, place.batch, place.head, place.first + warp_row() + row, first_key + column);
+                return kept(problem.seed, problem.last_dropped, place.batch, place.head,
+                            place.first + warp_row() + row, first_key + column);
             });
         }
         if (ONE_BODY || visits.masked(visit))
@@ -169,34 +193,39 @@ KERNEL(forward)(View<const Element> query, View<const Element> key, View<const E
             attend<false>(row, held, k[now], v[now], drawn, problem, mask, place, first_key);
     }
 
-    // A row that saw no key has maximum -inf and total 0: its LSE is -inf by itself, and its output 0.
+    // A row that sees no key has maximum -inf and total 0. The formulas below then give LSE -inf and output 0.
     const Global<float> row_lse = lse + first_row_of(problem, place.batch, place.head);
     Registers<float, ROWS / 8> factors;
     UNROLL
     for (int r = 0; r < ROWS / 8; ++r) {
         const float total = quad_sum(row.total[r]);
         const int at = place.first + warp_row() + row.out.row(r / 2, 2 * (r % 2));
-        if (lane_index() % 4 == 0 && at < problem.queries) row_lse[at] = multiply_add(row.maximum[r], problem.magnitude, log_of(total));
+        if (lane_index() % 4 == 0 && at < problem.queries)
+            row_lse[at] = multiply_add(row.maximum[r], problem.magnitude, log_of(total));
         factors[r] = problem.kept_scale / (total == 0.0f ? 1.0f : total);
     }
-    store_rows(head_of(out, place.batch, place.head, problem.queries, problem.dim), row.out, factors, place.first + warp_row());
+    store_rows(head_of(out, place.batch, place.head, problem.queries, problem.dim), row.out, factors,
+               place.first + warp_row());
 }
 EXPORT(forward)
 
 #endif
 
-// ------------------------------------------------------------------------------------------------------------------------------ backward
+// ------------------------------------------------------------------------------------------------------------ backward
 
 #ifdef DELTA
 
-// delta = rowsum(dO o O) in float32, one warp to a row. dO has strides of its own.
+// delta = rowsum(dO o O) in float32. One warp computes one row. dO may have other strides than O. delta [batch, heads,
+// queries] is contiguous.
 KERNEL(delta)(View<const Element> out, View<const Element> dout, Global<float> delta, int heads, int queries, int dim) {
     const int tiles = (queries + WARPS - 1) / WARPS;
-    const int row = block_index() % tiles * WARPS + warp_index(), head = block_index() / tiles % heads, batch = block_index() / tiles / heads;
+    const int row = block_index() % tiles * WARPS + warp_index(), head = block_index() / tiles % heads,
+              batch = block_index() / tiles / heads;
     const auto o = head_of(out, batch, head, queries, dim), d = head_of(dout, batch, head, queries, dim);
     float sum = 0.0f;
     if (row < queries) {
-        for (int column = lane_index(); column < dim; column += 32) sum = multiply_add(to_float(o.at(row, column)[0]), to_float(d.at(row, column)[0]), sum);
+        for (int column = lane_index(); column < dim; column += 32)
+            sum = multiply_add(to_float(o.at(row, column)[0]), to_float(d.at(row, column)[0]), sum);
     }
     sum = warp_sum(sum);
     if (row < queries && lane_index() == 0) delta[(static_cast<long long>(batch) * heads + head) * queries + row] = sum;
@@ -207,8 +236,9 @@ EXPORT(delta)
 
 #if defined(DKEY_DVALUE) || defined(DQUERY)
 
-// P = exp(magnitude score - lse), in which an lse of -inf means an empty row, all of whose weights are 0.
-// No weight is above 1. For huge scores the rounding of the stored LSE may say otherwise (half an ulp of 1e10 is 512): it is kept from overflowing. NaN stays NaN.
+// P = exp(magnitude score - lse). An lse of -inf means that the row sees no key; then all its weights are 0. The exact
+// weight is at most 1. For huge scores, the rounding error of the stored LSE could make it larger or even infinite
+// (half an ulp of 1e10 is 512), so the exponent is at most 0. NaN stays NaN.
 DEVICE float weight_of(float score, float lse, float magnitude) {
     const float exponent = multiply_add(score, magnitude, lse == -INFINITY ? -INFINITY : -lse);
     return exp2_of((exponent > 0.0f ? 0.0f : exponent) * LOG2_E);
@@ -220,17 +250,19 @@ DEVICE float weight_of(float score, float lse, float magnitude) {
 
 constexpr int PART = DIM / SPLIT;  // columns of dK and dV that a warp sums
 
-// Adds what a tile of STEP queries gives to dK / scale and to dV / kept_scale. Scores stand transposed here, [keys, queries]: P^T and dS^T are left operands.
-// MASKED: some queries may lie before the diagonal, or past the end. Keys past the end need no mask: they have rows of their own, finite and never stored.
+// Adds the share of a tile of STEP queries to dK / scale and to dV / kept_scale. Scores are transposed here, [keys,
+// queries], so that P^T and dS^T are left operands. MASKED: some queries may be before the diagonal or past the end.
+// Keys past the end need no mask: each has a row of its own, which is finite and never stored.
 template <bool MASKED>
-DEVICE void add_gradients(Sums<ROWS, PART>& dk, Sums<ROWS, PART>& dv, Tile<DIM> k, Tile<DIM> v, Tile<DIM> q, Tile<DIM> d, const float* lse, const float* delta,
-                          const Drawn<ROWS, STEP>& drawn, const Problem& problem, const Mask& mask, const Place& place, int first_query) {
+DEVICE void add_gradients(Sums<ROWS, PART>& dk, Sums<ROWS, PART>& dv, Tile<DIM> k, Tile<DIM> v, Tile<DIM> q,
+                          Tile<DIM> d, const float* lse, const float* delta, const Drawn<ROWS, STEP>& drawn,
+                          const Problem& problem, const Mask& mask, const Place& place, int first_query) {
     const int first_key = place.first + warp_row(), first_column = warp_index() % SPLIT * PART;
     const auto hidden = [&](int m, int n, int i) {
         const int query = first_query + Sums<ROWS, STEP>::column(n, i);
         return query >= problem.queries || !mask.sees(query, first_key + Sums<ROWS, STEP>::row(m, i));
     };
-    Sums<ROWS, STEP> p;  // scores first
+    Sums<ROWS, STEP> p;  // first the scores, then the weights
     p.clear();
     rows_by_rows(p, Operand<ROWS, false>(k, warp_row()), q);
     p.each([&](float& score, int m, int n, int i) {
@@ -239,31 +271,36 @@ DEVICE void add_gradients(Sums<ROWS, PART>& dk, Sums<ROWS, PART>& dv, Tile<DIM> 
     });
     if (DROPOUT) {
         Sums<ROWS, STEP> remaining = p;
-        remaining.each([&](float& weight, int m, int n, int i) { if (drawn.drops(m, n, i)) weight = 0.0f; });
+        remaining.each([&](float& weight, int m, int n, int i) {
+            if (drawn.drops(m, n, i)) weight = 0.0f;
+        });
         rows_by_columns(dv, Weights<ROWS, STEP>(remaining), d, first_column);
     } else {
         rows_by_columns(dv, Weights<ROWS, STEP>(p), d, first_column);
     }
-    Sums<ROWS, STEP> ds;  // dP first
+    Sums<ROWS, STEP> ds;  // first dP, then dS
     ds.clear();
     rows_by_rows(ds, Operand<ROWS, false>(v, warp_row()), d);
     ds.each([&](float& dp, int m, int n, int i) {
         const float weight = p.at[m][n][i];
         if (DROPOUT) dp = drawn.drops(m, n, i) ? 0.0f : dp * problem.kept_scale;
         dp = magnitude_of(weight) * (dp - read(delta + p.column(n, i)));
-        if (MASKED && hidden(m, n, i)) dp = 0.0f;  // where a hidden value is so large that dP is infinite, 0 inf is not 0
+        if (MASKED && hidden(m, n, i)) dp = 0.0f;  // a hidden value may make dP infinite, and 0 inf is not 0
     });
     rows_by_columns(dk, Weights<ROWS, STEP>(ds), q, first_column);
 }
 
-// dK and dV of one tile of OWN keys of one key head, summed over the queries of all query heads that share it.
-KERNEL(dkey_dvalue)(View<const Element> query, View<const Element> key, View<const Element> value, View<const Element> dout, Global<const float> lse,
-                    Global<const float> delta, View<Element> dkey, View<Element> dvalue, Problem problem, Mask mask) {
+// Computes dK and dV of one tile of OWN keys of one key head. The sums run over the queries of all query heads that
+// share this key head.
+KERNEL(dkey_dvalue)(View<const Element> query, View<const Element> key, View<const Element> value,
+                    View<const Element> dout, Global<const float> lse, Global<const float> delta, View<Element> dkey,
+                    View<Element> dvalue, Problem problem, Mask mask) {
     const Place place(problem.keys, problem.kv_heads, false);
     Arena arena;
     const Tile<DIM> k = arena.tile<DIM>(OWN), v = arena.tile<DIM>(OWN);
     const Pair<STEP> q = arena.pair(), d = arena.pair();
-    float *const row_lse = arena.numbers(2 * STEP), *const row_delta = arena.numbers(2 * STEP);  // pairs too
+    // The LSE and delta of two tiles of queries.
+    float *const row_lse = arena.numbers(2 * STEP), *const row_delta = arena.numbers(2 * STEP);
 
     Sums<ROWS, PART> dk, dv;
     dk.clear();
@@ -281,29 +318,34 @@ KERNEL(dkey_dvalue)(View<const Element> query, View<const Element> key, View<con
             copy_numbers<STEP>(row_lse + to * STEP, lse + first_row, first_query, problem.queries);
             copy_numbers<STEP>(row_delta + to * STEP, delta + first_row, first_query, problem.queries);
         };
-        barrier();  // the head before is no longer read
+        barrier();  // no warp reads the tiles of the previous head any more
         int next_query = 0;
         if (visits.count > 0) fetch(next_query = visits.first(0), 0);
         for (int visit = 0; visit < visits.count; ++visit) {
             const int now = visit % 2, first_query = next_query;
             copies_wait();
-            barrier();  // this tile is there for all, and the one before is no longer read
+            barrier();  // all threads see this tile now, and no warp reads the previous one any more
             if (visit + 1 < visits.count) fetch(next_query = visits.first(visit + 1), 1 - now);
             Drawn<ROWS, STEP> drawn;
             if (DROPOUT) {
                 drawn.draw([&](int row, int column) {
-                    return kept(problem.seed, problem.last_dropped, place.batch, head, first_query + column, place.first + warp_row() + row);
+                    return kept(problem.seed, problem.last_dropped, place.batch, head, first_query + column,
+                                place.first + warp_row() + row);
                 });
             }
             if (ONE_BODY || visits.masked(visit))
-                add_gradients<true>(dk, dv, k, v, q[now], d[now], row_lse + now * STEP, row_delta + now * STEP, drawn, problem, mask, place, first_query);
+                add_gradients<true>(dk, dv, k, v, q[now], d[now], row_lse + now * STEP, row_delta + now * STEP, drawn,
+                                    problem, mask, place, first_query);
             else
-                add_gradients<false>(dk, dv, k, v, q[now], d[now], row_lse + now * STEP, row_delta + now * STEP, drawn, problem, mask, place, first_query);
+                add_gradients<false>(dk, dv, k, v, q[now], d[now], row_lse + now * STEP, row_delta + now * STEP, drawn,
+                                     problem, mask, place, first_query);
         }
     }
     const int first_key = place.first + warp_row(), first_column = warp_index() % SPLIT * PART;
-    store_rows(head_of(dkey, place.batch, place.head, problem.keys, problem.dim), dk, all<ROWS / 8>(problem.scale), first_key, first_column);
-    store_rows(head_of(dvalue, place.batch, place.head, problem.keys, problem.dim), dv, all<ROWS / 8>(problem.kept_scale), first_key, first_column);
+    store_rows(head_of(dkey, place.batch, place.head, problem.keys, problem.dim), dk, all<ROWS / 8>(problem.scale),
+               first_key, first_column);
+    store_rows(head_of(dvalue, place.batch, place.head, problem.keys, problem.dim), dv,
+               all<ROWS / 8>(problem.kept_scale), first_key, first_column);
 }
 EXPORT(dkey_dvalue)
 
@@ -311,18 +353,22 @@ EXPORT(dkey_dvalue)
 
 #ifdef DQUERY
 
-// Adds what a tile of STEP keys gives to dQ / scale. MASKED: some of them may be hidden, or lie past the end.
-// A key past the end is loaded as 0 and would score 0, which is far above an LSE of -100: its weight has to be masked, not only its key.
+// Adds the share of a tile of STEP keys to dQ / scale. MASKED: some keys may be hidden or past the end. A key past the
+// end is loaded as 0, so its score is 0. This is far above an LSE of -100, for example. So zeros in the key are not
+// enough, and the kernel also sets dS to 0.
 template <bool MASKED>
-DEVICE void add_gradients(Sums<ROWS, DIM>& dq, const Operand<ROWS, false>& q, const Operand<ROWS, false>& d, Tile<DIM> k, Tile<DIM> v,
-                          const Registers<float, ROWS / 8>& lse, const Registers<float, ROWS / 8>& delta, const Drawn<ROWS, STEP>& drawn,
+DEVICE void add_gradients(Sums<ROWS, DIM>& dq, const Operand<ROWS, false>& q, const Operand<ROWS, false>& d,
+                          Tile<DIM> k, Tile<DIM> v, const Registers<float, ROWS / 8>& lse,
+                          const Registers<float, ROWS / 8>& delta, const Drawn<ROWS, STEP>& drawn,
                           const Problem& problem, const Mask& mask, const Place& place, int first_key) {
     const int first_query = place.first + warp_row();
-    Sums<ROWS, STEP> p;  // scores first
+    Sums<ROWS, STEP> p;  // first the scores, then the weights
     p.clear();
     rows_by_rows(p, q, k);
-    p.each([&](float& score, int m, int, int i) { score = weight_of(with_sign(score), lse[p.slot(m, i)], problem.magnitude); });
-    Sums<ROWS, STEP> ds;  // dP first
+    p.each([&](float& score, int m, int, int i) {
+        score = weight_of(with_sign(score), lse[p.slot(m, i)], problem.magnitude);
+    });
+    Sums<ROWS, STEP> ds;  // first dP, then dS
     ds.clear();
     rows_by_rows(ds, d, v);
     ds.each([&](float& dp, int m, int n, int i) {
@@ -334,9 +380,9 @@ DEVICE void add_gradients(Sums<ROWS, DIM>& dq, const Operand<ROWS, false>& q, co
     rows_by_columns(dq, Weights<ROWS, STEP>(ds), k);
 }
 
-// dQ of one tile of OWN queries of one head; the loop is the forward's.
-KERNEL(dquery)(View<const Element> query, View<const Element> key, View<const Element> value, View<const Element> dout, Global<const float> lse,
-               Global<const float> delta, View<Element> dquery, Problem problem, Mask mask) {
+// Computes dQ of one tile of OWN queries of one head. The loop visits the same tiles of keys as in the forward.
+KERNEL(dquery)(View<const Element> query, View<const Element> key, View<const Element> value, View<const Element> dout,
+               Global<const float> lse, Global<const float> delta, View<Element> dquery, Problem problem, Mask mask) {
     const Place place(problem.queries, problem.heads, true);
     const auto keys = head_of(key, place.batch, place.head / problem.groups(), problem.keys, problem.dim);
     const auto values = head_of(value, place.batch, place.head / problem.groups(), problem.keys, problem.dim);
@@ -366,21 +412,25 @@ KERNEL(dquery)(View<const Element> query, View<const Element> key, View<const El
     for (int visit = 0; visit < visits.count; ++visit) {
         const int now = visit % 2, first_key = next_key;
         copies_wait();
-        barrier();  // this tile is there for all, and the one before is no longer read
+        barrier();  // all threads see this tile now, and no warp reads the previous one any more
         if (visit + 1 < visits.count) fetch(next_key = visits.first(visit + 1), 1 - now);
         const Operand<ROWS, false> queries(q, warp_row()), douts(d, warp_row());
         Drawn<ROWS, STEP> drawn;
         if (DROPOUT) {
             drawn.draw([&](int row, int column) {
-                return kept(problem.seed, problem.last_dropped, place.batch, place.head, place.first + warp_row() + row, first_key + column);
+                return kept(problem.seed, problem.last_dropped, place.batch, place.head,
+                            place.first + warp_row() + row, first_key + column);
             });
         }
         if (ONE_BODY || visits.masked(visit))
-            add_gradients<true>(dq, queries, douts, k[now], v[now], row_lse, row_delta, drawn, problem, mask, place, first_key);
+            add_gradients<true>(dq, queries, douts, k[now], v[now], row_lse, row_delta, drawn, problem, mask, place,
+                                first_key);
         else
-            add_gradients<false>(dq, queries, douts, k[now], v[now], row_lse, row_delta, drawn, problem, mask, place, first_key);
+            add_gradients<false>(dq, queries, douts, k[now], v[now], row_lse, row_delta, drawn, problem, mask, place,
+                                 first_key);
     }
-    store_rows(head_of(dquery, place.batch, place.head, problem.queries, problem.dim), dq, all<ROWS / 8>(problem.scale), place.first + warp_row());
+    store_rows(head_of(dquery, place.batch, place.head, problem.queries, problem.dim), dq, all<ROWS / 8>(problem.scale),
+               place.first + warp_row());
 }
 EXPORT(dquery)
 

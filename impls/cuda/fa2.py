@@ -1,6 +1,7 @@
 """FlashAttention-2 in CUDA C++: the call, its launches and its claims. The algorithm is in `fa2.cu`.
 
-The kernels are reached through custom operators of torch (`flashproof::cuda_fa2_forward`, `flashproof::cuda_fa2_backward`), which torch.compile takes.
+Two custom operators of torch, `flashproof::cuda_fa2_forward` and `flashproof::cuda_fa2_backward`, launch the kernels.
+torch.compile supports such operators.
 """
 
 import ctypes
@@ -16,7 +17,7 @@ from flashproof.impls.spec import OWN_KERNELS, Implementation
 
 
 class Mask(ctypes.Structure):
-    """`Mask` of fa2.cu."""
+    """The argument of type `Mask` of fa2.cu."""
 
     _fields_ = (("offset", ctypes.c_int),)
 
@@ -25,14 +26,21 @@ def _masking(call: Call) -> flash.Masking:
     return flash.Masking("fa2.cu", Mask(call.offset))
 
 
-# ------------------------------------------------------------------------------------------------------------------------- operators
+# ------------------------------------------------------------------------------------------------------------ operators
 
 
 @torch.library.custom_op("flashproof::cuda_fa2_forward", mutates_args=())
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, offset: int, dropout_p: float, dropout_seed: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    is_causal: bool,
+    offset: int,
+    dropout_p: float,
+    dropout_seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse)."""
+    """The forward: returns (out, lse)."""
     call = call_of(query, key, scale, is_causal, offset, dropout_p, dropout_seed)
     return flash.forward(call, _masking(call), query, key, value)
 
@@ -51,14 +59,17 @@ def _backward(
     dropout_p: float,
     dropout_seed: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dquery, dkey, dvalue)."""
+    """The backward: returns (dquery, dkey, dvalue)."""
     call = call_of(query, key, scale, is_causal, offset, dropout_p, dropout_seed)
     return flash.backward(call, _masking(call), _masking(call), dout, query, key, value, out, lse)
 
 
 @_forward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device), torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    return (
+        torch.empty(query.shape, dtype=query.dtype, device=query.device),
+        torch.empty(query.shape[:3], dtype=torch.float32, device=query.device),
+    )
 
 
 @_backward.register_fake
@@ -78,14 +89,14 @@ def _differentiate(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
 
-# --------------------------------------------------------------------------------------------------------------------------- the call
+# ------------------------------------------------------------------------------------------------------------- the call
 
 
 @Attention
 def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows]:
-    """FlashAttention-2: (out, lse), with gradients for query, key and value.
+    """FlashAttention-2: returns (out, lse), with gradients for query, key and value.
 
-    Raises ValueError for a scale beyond float32, and CudaError where a kernel cannot be compiled or launched.
+    Raises ValueError if the scale is beyond float32, and CudaError if a kernel cannot be compiled or launched.
     """
     check_scale(call)
     options = (call.scale, call.is_causal, call.offset, call.dropout_p, packed_seed(call.dropout_seed))
@@ -100,5 +111,8 @@ implementation = Implementation(
     arithmetic=flash.arithmetic,
     missing=missing,
     slow=slow,
-    summary="FlashAttention-2 in CUDA C++: query tiles in parallel, statistics and weights in registers, a backward of two kernels without atomics.",
+    summary=(
+        "FlashAttention-2 in CUDA C++: query tiles in parallel, statistics and weights in registers, "
+        "a backward of two kernels without atomics."
+    ),
 )

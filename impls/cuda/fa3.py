@@ -1,10 +1,11 @@
 """FlashAttention-3 in CUDA C++ for Hopper GPUs: the call, its launches and its claims.
 
-The algorithms are in `fa3.cu` and `fa3_backward.cu`, their primitives in `hopper.cuh`. The kernels are reached through
-custom operators of torch (`flashproof::cuda_fa3_forward`, `flashproof::cuda_fa3_backward`), which torch.compile takes.
+The algorithms are in `fa3.cu` and `fa3_backward.cu`. Their primitives are in `hopper.cuh`. Two custom operators of
+torch, `flashproof::cuda_fa3_forward` and `flashproof::cuda_fa3_backward`, launch the kernels. torch.compile supports
+such operators.
 
-The CPU twin does not know the copy engine (TMA) and warpgroup products (wgmma) yet. So these kernels run on a Hopper GPU
-alone, and only their compilation is checked on other machines.
+The CPU twin does not know the copy engine (TMA) and warpgroup products (wgmma) yet. So these kernels run only on a
+Hopper GPU. On other machines only their compilation is checked.
 """
 
 import ctypes
@@ -22,19 +23,30 @@ from torch import Tensor
 from flashproof.impls.call import Attention, Call, Keys, Queries, Rows
 from flashproof.impls.cuda import launching
 from flashproof.impls.cuda.launching import IMPORTING, CudaError, Launch, call_of, check_scale, padded_dim, sign_of
-from flashproof.impls.spec import OWN_KERNELS, SIXTEEN_BIT, Arithmetic, Device, Dtype, Implementation, arithmetic_of_flash
+from flashproof.impls.spec import (
+    OWN_KERNELS,
+    SIXTEEN_BIT,
+    Arithmetic,
+    Device,
+    Dtype,
+    Implementation,
+    arithmetic_of_flash,
+)
 
-TARGETS = ("sm_90a",)  # what the kernels are compiled for: "a" adds wgmma and setmaxnreg
+TARGETS = ("sm_90a",)  # the targets of the compilation; "a" adds wgmma and setmaxnreg
 TWIN = "CPU twin: it does not know TMA and wgmma yet, of which cuda.fa3 is made"
-L2_BYTES = 32 << 20  # of the tensors that blocks read at the same time: two thirds of the L2 cache
-PROCESSORS = 132  # of a GPU that is not there
+L2_BYTES = 32 << 20  # bytes of the tensors that blocks read at the same time: two thirds of the L2 cache
+PROCESSORS = 132  # multiprocessors that are assumed if there is no GPU: those of an H200
 
-# ------------------------------------------------------------------------------------------------------------------------------ tiles
+# ---------------------------------------------------------------------------------------------------------------- tiles
 
 
 @dataclass(frozen=True)
 class ForwardTile:
-    """The constants of fa3.cu. Each of the `workers` warpgroups has 64 queries; `stages` tiles of keys or values fit in shared memory."""
+    """The constants of fa3.cu.
+
+    Each of the `workers` warpgroups has 64 queries. Shared memory holds `stages` tiles of keys or values.
+    """
 
     dim: int
     workers: int
@@ -43,12 +55,12 @@ class ForwardTile:
 
     @property
     def own(self) -> int:
-        """Queries of a block."""
+        """The number of queries of a block."""
         return 64 * self.workers
 
     @property
     def warps(self) -> int:
-        """Those of the workers and of the producer."""
+        """The number of warps of a block: 4 for each worker and 4 for the producer."""
         return 4 * (self.workers + 1)
 
     @property
@@ -63,16 +75,19 @@ class ForwardTile:
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """The constants of fa3_backward.cu. `stages` tiles of queries, and as many of their output gradients, fit in shared memory."""
+    """The constants of fa3_backward.cu.
+
+    Shared memory holds `stages` tiles of queries and `stages` tiles of their output gradients.
+    """
 
     dim: int
     step: int  # queries of a tile
     stages: int
-    warps: int = 12  # of two workers and the producer
+    warps: int = 12  # warps of two workers and the producer
 
     @property
     def own(self) -> int:
-        """Keys of a block."""
+        """The number of keys of a block."""
         return 64 if self.dim == 256 else 128
 
     @property
@@ -86,34 +101,41 @@ class BackwardTile:
         return {"DIM": self.dim, "STEP": self.step, "STAGES": self.stages}
 
 
-# By the padded head dim. docs/fa3.md says how they were chosen.
+# The tiles by the padded head dim. docs/fa3.md says how they were chosen.
 FORWARD = {64: ForwardTile(64, 3, 128, 6), 128: ForwardTile(128, 2, 128, 4), 256: ForwardTile(256, 2, 80, 4)}
-FORWARD_LONG = {128: ForwardTile(128, 2, 176, 4)}  # without a causal mask, from LONG keys on
+FORWARD_LONG = {128: ForwardTile(128, 2, 176, 4)}  # without a causal mask and with at least LONG keys
 LONG = 8192
 BACKWARD = {64: BackwardTile(64, 128, 2), 128: BackwardTile(128, 80, 2), 256: BackwardTile(256, 64, 2)}
 
 
 def forward_tile(call: Call) -> ForwardTile:
-    """The tile of the forward. The batch has no say."""
+    """The tile of the forward. It does not depend on the batch."""
     dim = padded_dim(call.dim)
     return FORWARD_LONG.get(dim, FORWARD[dim]) if call.keys >= LONG and not call.is_causal else FORWARD[dim]
 
 
 def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
-    """Products exact, sums in float32 on tensor cores, weights cast to the input dtype; the parts of dQ are added in float32 too.
+    """The claimed arithmetic: exact products, sums in float32 on tensor cores, and weights cast to the input dtype.
 
-    Tiles differ between head dims. The smallest make the most steps, so they are claimed.
+    The parts of dQ are added in float32, too. Tiles differ between head dims. The smallest tiles make the most steps,
+    so they are the ones claimed.
     """
-    steps = [*(tile.step for tile in (*FORWARD.values(), *FORWARD_LONG.values())), *(tile.own for tile in BACKWARD.values())]
+    steps = [
+        *(tile.step for tile in (*FORWARD.values(), *FORWARD_LONG.values())),
+        *(tile.own for tile in BACKWARD.values()),
+    ]
     query_tile = min(tile.step for tile in BACKWARD.values())
     return replace(arithmetic_of_flash(dtype, device), key_tile=min(steps), query_tile=query_tile)
 
 
-# --------------------------------------------------------------------------------------------------- what kernels take
+# ---------------------------------------------------------------------------------------------------- what kernels take
 
 
 class View(ctypes.Structure):
-    """`Output` of fa3.cu and `View` of fa3_backward.cu: a tensor [batch, heads, length, dim] whose columns are contiguous."""
+    """A tensor [batch, heads, length, dim] with contiguous columns. Strides are in elements.
+
+    It is `Output` of fa3.cu and `View` of fa3_backward.cu.
+    """
 
     _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_longlong) for name in ("batch", "head", "row")))
 
@@ -123,25 +145,42 @@ class View(ctypes.Structure):
 
 
 class ForwardProblem(ctypes.Structure):
-    """`Problem` of fa3.cu."""
+    """The sizes and the scale of a call, as `Problem` of fa3.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_int) for name in ("batches", "heads", "groups", "queries", "keys", "dim", "offset", "tiles", "band")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("batches", "heads", "groups", "queries", "keys", "dim", "offset", "tiles", "band")
+        ),
         *((name, ctypes.c_float) for name in ("magnitude", "exponent_scale")),
     )
 
 
 class BackwardProblem(ctypes.Structure):
-    """`Problem` of fa3_backward.cu."""
+    """The sizes and the scale of a call, as `Problem` of fa3_backward.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_int) for name in ("batches", "heads", "groups", "queries", "keys", "dim", "offset", "query_tiles", "key_tiles", "band")),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "batches",
+                "heads",
+                "groups",
+                "queries",
+                "keys",
+                "dim",
+                "offset",
+                "query_tiles",
+                "key_tiles",
+                "band",
+            )
+        ),
         ("scale", ctypes.c_float),
     )
 
 
 class TensorMap(ctypes.Structure):
-    """`TensorMap` of hopper.cuh, a CUtensorMap."""
+    """The description of a tensor for the copy engine (CUtensorMap), as `TensorMap` of hopper.cuh."""
 
     _fields_ = (("bytes", ctypes.c_ubyte * 128),)
 
@@ -150,21 +189,27 @@ class TensorMap(ctypes.Structure):
 class Boxes:
     """A tensor [batch, heads, length, dim] that the copy engine reads in boxes of `rows` rows and 64 columns.
 
-    The driver encodes it as a TensorMap when the kernel is launched, and not earlier: without a GPU there may be no driver.
+    The driver encodes it as a TensorMap when the kernel is launched, and not earlier, because a machine without a GPU
+    may have no driver.
     """
 
     tensor: Tensor
     rows: int
 
     def encoded(self) -> TensorMap:
-        """Raises CudaError if the driver refuses it."""
+        """The TensorMap. Raises CudaError if the driver refuses the tensor."""
         tensor = self.tensor
-        return _encoded(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype == torch.bfloat16, self.rows)
+        return _encoded(
+            tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype == torch.bfloat16, self.rows
+        )
 
 
 @functools.lru_cache(maxsize=4096)
 def _encoded(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], bfloat16: bool, rows: int) -> TensorMap:
-    """The map holds these arguments and nothing else, so a kept one is right for any tensor that has them."""
+    """The TensorMap of a tensor.
+
+    It depends only on these arguments, so a cached map is right for every tensor with the same arguments.
+    """
     from cuda.bindings import driver
 
     kind = driver.CUtensorMapDataType
@@ -185,15 +230,18 @@ def _encoded(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], bfl
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if status:
-        raise CudaError(f"CUDA: {status.name} when describing a tensor of shape {list(shape)} and strides {list(strides)} to the copy engine")
+        raise CudaError(
+            f"CUDA: {status.name} when describing a tensor of shape {list(shape)} "
+            f"and strides {list(strides)} to the copy engine"
+        )
     return TensorMap.from_buffer_copy(ctypes.string_at(made.getPtr(), 128))
 
 
 def is_taken(tensor: Tensor) -> bool:
     """Whether the kernels can read the tensor where it is.
 
-    Its columns are contiguous and their number is a multiple of 8. Its address and its other strides are multiples of 16 bytes. Strides of 0 are
-    taken, but for that of the rows.
+    If they can, its columns are contiguous, and their number is a multiple of 8. Its address and its other strides are
+    multiples of 16 bytes. A stride may be 0, except that of the rows.
     """
     *sizes, dim = tensor.shape
     *strides, column = tensor.stride()
@@ -205,7 +253,7 @@ def is_taken(tensor: Tensor) -> bool:
 def fitted(tensor: Tensor) -> Tensor:
     """The tensor, or a copy that the kernels can read: contiguous, with columns of zeros up to a multiple of 8.
 
-    Columns of zeros add 0 to every score, and their results are left out: the copy changes no bit.
+    Columns of zeros add 0 to every score, and their results are dropped. So the copy changes no bit of the result.
     """
     if is_taken(tensor):
         return tensor
@@ -216,7 +264,7 @@ def fitted(tensor: Tensor) -> Tensor:
     return copy
 
 
-# ----------------------------------------------------------------------------------------------------------------------- launches
+# ------------------------------------------------------------------------------------------------------------- launches
 
 
 @dataclass(frozen=True)
@@ -233,20 +281,28 @@ class HopperLaunch(Launch):
         with torch.cuda.device(device):
             try:
                 launching._make_current(device.index)
-                kernel = _kernel_on_gpu(self.source, self.kernel, tuple(self.constants.items()), self.shared_bytes, device.index)
-                arguments = [argument.encoded() if isinstance(argument, Boxes) else argument for argument in self.arguments]
+                kernel = _kernel_on_gpu(
+                    self.source, self.kernel, tuple(self.constants.items()), self.shared_bytes, device.index
+                )
+                arguments = [
+                    argument.encoded() if isinstance(argument, Boxes) else argument for argument in self.arguments
+                ]
             except CudaError as error:
                 raise CudaError(f"{error}\nwhen loading {self}") from error
             parameters = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
             stream = torch.cuda.current_stream(device).cuda_stream
             block = (32 * self.warps, 1, 1)
-            (status,) = driver.cuLaunchKernel(kernel, self.blocks, 1, 1, *block, self.shared_bytes, stream, ctypes.addressof(parameters), 0)
+            (status,) = driver.cuLaunchKernel(
+                kernel, self.blocks, 1, 1, *block, self.shared_bytes, stream, ctypes.addressof(parameters), 0
+            )
         if status:
             raise CudaError(f"CUDA: {status.name} when launching {self}")
 
 
 @functools.cache
-def _kernel_on_gpu(source: str, kernel: str, constants: tuple[tuple[str, int | str], ...], shared_bytes: int, device: int) -> Any:
+def _kernel_on_gpu(
+    source: str, kernel: str, constants: tuple[tuple[str, int | str], ...], shared_bytes: int, device: int
+) -> Any:
     """A kernel that can be launched, from the disk or from NVRTC."""
     from cuda.bindings import driver
 
@@ -265,7 +321,9 @@ def _kernel_on_gpu(source: str, kernel: str, constants: tuple[tuple[str, int | s
     except Exception as error:
         raise CudaError(f"CUDA: {source} {kernel} cannot be loaded from {place}: {error}") from error
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, driver.CUkernel(int(loaded.handle)), driver.CUdevice(device))
+    (status,) = driver.cuKernelSetAttribute(
+        attribute, shared_bytes, driver.CUkernel(int(loaded.handle)), driver.CUdevice(device)
+    )
     if status:
         raise CudaError(f"CUDA: {status.name} when asking for {shared_bytes} bytes of shared memory")
     launching._kept.append(loaded)
@@ -275,7 +333,7 @@ def _kernel_on_gpu(source: str, kernel: str, constants: tuple[tuple[str, int | s
 def compile_cubin(source: str, kernel: str, constants: Mapping[str, int | str]) -> bytes:
     """A kernel's machine code. Needs no GPU. Raises CudaError, also if the code is slow: see `check_assembled`."""
     code, log = launching.compile_cubin(source, kernel, constants, TARGETS[0])
-    if "registers" not in log:  # NVRTC took the code from a cache of its own, where the assembler says nothing
+    if "registers" not in log:  # the code came from NVRTC's own cache, without the assembler's messages
         code, log = launching.compile_cubin(source, kernel, {**constants, "ANEW": time.time_ns()}, TARGETS[0])
     check_assembled(log, f"{source} {kernel} ({' '.join(f'{name}={value}' for name, value in constants.items())})")
     return code
@@ -284,14 +342,17 @@ def compile_cubin(source: str, kernel: str, constants: Mapping[str, int | str]) 
 def check_assembled(log: str, what: str) -> None:
     """Raises CudaError if the assembler had to wait for each warpgroup product by itself, or ignored setmaxnreg.
 
-    Such code is right and several times as slow. The assembler says so in warnings C7508 to C7519.
+    Such code gives right results, but is several times slower. The check looks for the warnings C7507 to C7519.
     """
     if found := re.search(r"^.*\bC75(?:0[7-9]|1\d)\b.*$", log, re.MULTILINE):
-        raise CudaError(f"NVRTC: {what} is compiled to slow code, and another version of nvidia-cuda-nvrtc would do\n{found[0].strip()}")
+        raise CudaError(
+            f"NVRTC: {what} is compiled to slow code, and another version of nvidia-cuda-nvrtc would do\n"
+            f"{found[0].strip()}"
+        )
 
 
 def missing(device: Device) -> str | None:
-    """Why the kernels cannot run on a device, or None."""
+    """The reason why the kernels cannot run on a device, or None if they can."""
     if device == "cpu":
         return TWIN
     if reason := launching.no_nvrtc():
@@ -300,13 +361,17 @@ def missing(device: Device) -> str | None:
 
 
 def _not_hopper(device: int) -> str | None:
-    """Why a GPU is refused, or None. wgmma exists on sm_90 alone."""
+    """The reason why a GPU is refused, or None. wgmma exists only on sm_90."""
     major, minor = torch.cuda.get_device_capability(device)
-    return None if (major, minor) == (9, 0) else f"CUDA: {torch.cuda.get_device_name(device)} is sm_{major}{minor}, and cuda.fa3 needs a Hopper GPU (sm_90)"
+    return (
+        None
+        if (major, minor) == (9, 0)
+        else f"CUDA: {torch.cuda.get_device_name(device)} is sm_{major}{minor}, and cuda.fa3 needs a Hopper GPU (sm_90)"
+    )
 
 
 def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU. For a GPU that is not there, those of an H200."""
+    """The number of multiprocessors of a GPU. Without a GPU it is that of an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
 
 
@@ -314,10 +379,11 @@ _counters: dict[tuple[int, int], Tensor] = {}
 
 
 def counters(device: torch.device) -> Tensor:
-    """The two counters of the forward on torch's current stream, int32. Each launch finds them at 0 and leaves them at 0.
+    """The two counters of the forward on torch's current stream, int32.
 
-    Launches of one stream run one after the other and share the counters; launches of two streams do not. A captured graph may be replayed on any
-    stream, so a launch in it has its own counters, which the graph clears.
+    They are 0 before each launch, and each launch leaves them at 0. Launches of one stream run one after the other, so
+    they share the counters. Each stream has its own counters. A captured graph may be replayed on any stream, so a
+    launch in it has its own counters, which the graph clears.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
@@ -328,7 +394,7 @@ def counters(device: torch.device) -> Tensor:
 
 
 def forward(call: Call, query: Queries, key: Keys, value: Keys) -> tuple[Queries, Rows]:
-    """(out, lse)."""
+    """Runs the forward and returns (out, lse)."""
     query, key, value = fitted(query), fitted(key), fitted(value)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
@@ -336,32 +402,40 @@ def forward(call: Call, query: Queries, key: Keys, value: Keys) -> tuple[Queries
     return _columns(out, call.dim), lse
 
 
-def backward(call: Call, dout: Queries, query: Queries, key: Keys, value: Keys, out: Queries, lse: Rows) -> tuple[Queries, Keys, Keys]:
-    """(dquery, dkey, dvalue)."""
+def backward(
+    call: Call, dout: Queries, query: Queries, key: Keys, value: Keys, out: Queries, lse: Rows
+) -> tuple[Queries, Keys, Keys]:
+    """Runs the backward and returns (dquery, dkey, dvalue)."""
     tile = BACKWARD[padded_dim(call.dim)]
     dout, query, key, value, out = (fitted(tensor) for tensor in (dout, query, key, value, out))
     dquery, dkey, dvalue = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
     tiles = call.batch * call.heads * -(-call.queries // tile.step)
     statistics = torch.empty((tiles, 2, tile.step), dtype=torch.float32, device=query.device)
     sums = torch.empty((tiles, tile.dim, tile.step), dtype=torch.float32, device=query.device)
-    for launch in backward_launches(call, dout, query, key, value, out, lse.contiguous(), statistics, sums, dquery, dkey, dvalue):
+    for launch in backward_launches(
+        call, dout, query, key, value, out, lse.contiguous(), statistics, sums, dquery, dkey, dvalue
+    ):
         launch.run()
     return _columns(dquery, call.dim), _columns(dkey, call.dim), _columns(dvalue, call.dim)
 
 
 def _columns(tensor: Tensor, dim: int) -> Tensor:
-    """The first columns, contiguous."""
+    """The first `dim` columns, contiguous."""
     return tensor[..., :dim].contiguous()
 
 
-def forward_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, counter: Tensor) -> Launch:
-    """One block for each multiprocessor. Fills out and lse. The tensors are `fitted`."""
+def forward_launch(
+    call: Call, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, counter: Tensor
+) -> Launch:
+    """The forward: at most one block for each multiprocessor. It fills out and lse. The tensors are `fitted`."""
     tile = forward_tile(call)
     tiles = -(-call.queries // tile.own)
     work = call.batch * call.heads * tiles
-    kept = max(1, L2_BYTES // (4 * call.keys * query.shape[3])) * call.groups  # heads whose keys and values fit in the cache
+    # The number of heads whose keys and values fit in the cache together.
+    kept = max(1, L2_BYTES // (4 * call.keys * query.shape[3])) * call.groups
     sign = sign_of(call)
-    magnitude = abs(call.scale) if sign else 1.0  # with a scale of 0 every score is 0, and -inf times the magnitude stays -inf
+    # With a scale of 0 every score is 0. With magnitude 1, -inf times the magnitude is -inf.
+    magnitude = abs(call.scale) if sign else 1.0
     problem = ForwardProblem(
         *(call.batch, call.heads, call.groups, call.queries, call.keys, query.shape[3], call.offset),
         *(tiles, min(kept, call.batch * call.heads), magnitude, magnitude * math.log2(math.e)),
@@ -370,9 +444,22 @@ def forward_launch(call: Call, query: Tensor, key: Tensor, value: Tensor, out: T
         *(Boxes(query, 64), Boxes(key, tile.step), Boxes(value, tile.step)),
         *(View.of(out), ctypes.c_void_p(lse.data_ptr()), problem, ctypes.c_void_p(counter.data_ptr())),
     )
-    constants = {"BF16": int(query.dtype == torch.bfloat16), "CAUSAL": int(call.is_causal), "SIGN": sign} | tile.constants
+    constants = {
+        "BF16": int(query.dtype == torch.bfloat16),
+        "CAUSAL": int(call.is_causal),
+        "SIGN": sign,
+    } | tile.constants
     blocks = min(_processors(query.device), work)
-    launch = HopperLaunch("fa3.cu", "forward", blocks, tile.warps, tile.shared_bytes, constants, (query, key, value, out, lse, counter), arguments)
+    launch = HopperLaunch(
+        "fa3.cu",
+        "forward",
+        blocks,
+        tile.warps,
+        tile.shared_bytes,
+        constants,
+        (query, key, value, out, lse, counter),
+        arguments,
+    )
     return _counted(launch, work)
 
 
@@ -390,10 +477,15 @@ def backward_launches(
     dkey: Tensor,
     dvalue: Tensor,
 ) -> tuple[Launch, Launch, Launch]:
-    """The three kernels in their order. They fill dquery, dkey and dvalue; statistics and sums are scratch. The tensors are `fitted`."""
+    """The three kernels of the backward, in their order. They fill dquery, dkey and dvalue.
+
+    The tensors are `fitted`. statistics and sums are scratch, both float32. statistics is [batch * heads * query tiles,
+    2, step], and sums is [batch * heads * query tiles, padded dim, step].
+    """
     tile = BACKWARD[padded_dim(call.dim)]
     query_tiles, key_tiles = -(-call.queries // tile.step), -(-call.keys // tile.own)
-    kept = max(1, L2_BYTES // (8 * call.queries * query.shape[3] * call.groups))  # key heads whose queries, gradients and sums fit in the cache
+    # The number of key heads whose queries, output gradients and sums of dQ fit in the cache together.
+    kept = max(1, L2_BYTES // (8 * call.queries * query.shape[3] * call.groups))
     problem = BackwardProblem(
         *(call.batch, call.heads, call.groups, call.queries, call.keys, query.shape[3], call.offset),
         *(query_tiles, key_tiles, min(kept, call.batch * call.kv_heads), call.scale),
@@ -422,32 +514,48 @@ def backward_launches(
 
 
 def _counted(launch: Launch, work: int) -> Launch:
-    """The launch. Raises CudaError if the kernel cannot count its pieces of work in 32 bits."""
+    """The launch itself. Raises CudaError if the kernel cannot count its pieces of work in 32 bits."""
     if work >= 2**31 - 2**16:
-        raise CudaError(f"CUDA: {work} tiles of queries or keys, and a kernel counts them in 32 bits: fewer batch entries, heads or rows would do, of {launch}")
+        raise CudaError(
+            f"CUDA: {work} tiles of queries or keys, and a kernel counts them in 32 bits: "
+            f"fewer batch entries, heads or rows would do, of {launch}"
+        )
     return launch
 
 
-# ------------------------------------------------------------------------------------------------------------------------- operators
+# ------------------------------------------------------------------------------------------------------------ operators
 
 
 @torch.library.custom_op("flashproof::cuda_fa3_forward", mutates_args=())
-def _forward(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, offset: int) -> tuple[Tensor, Tensor]:
-    """(out, lse)."""
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, offset: int
+) -> tuple[Tensor, Tensor]:
+    """The forward: returns (out, lse)."""
     return forward(call_of(query, key, scale, is_causal, offset, 0.0, 0), query, key, value)
 
 
 @torch.library.custom_op("flashproof::cuda_fa3_backward", mutates_args=())
 def _backward(
-    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float, is_causal: bool, offset: int
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    is_causal: bool,
+    offset: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dquery, dkey, dvalue)."""
+    """The backward: returns (dquery, dkey, dvalue)."""
     return backward(call_of(query, key, scale, is_causal, offset, 0.0, 0), dout, query, key, value, out, lse)
 
 
 @_forward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device), torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    return (
+        torch.empty(query.shape, dtype=query.dtype, device=query.device),
+        torch.empty(query.shape[:3], dtype=torch.float32, device=query.device),
+    )
 
 
 @_backward.register_fake
@@ -467,22 +575,25 @@ def _differentiate(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
 
-# --------------------------------------------------------------------------------------------------------------------------- the call
+# ------------------------------------------------------------------------------------------------------------- the call
 
 
 @Attention
 def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows]:
-    """FlashAttention-3: (out, lse), with gradients for query, key and value.
+    """FlashAttention-3: returns (out, lse), with gradients for query, key and value.
 
-    The copy engine reads rows of whole 16-byte pieces. A tensor of another form is copied first (`fitted`), which takes time and memory.
+    The copy engine reads rows of whole 16-byte pieces. A tensor of another form is copied first (`fitted`), which takes
+    time and memory.
 
-    Raises TypeError for float32, NotImplementedError for dropout, ValueError for a scale beyond float32, and CudaError if a kernel cannot be compiled
-    or launched.
+    Raises TypeError for float32, NotImplementedError for dropout, ValueError if the scale is beyond float32, and
+    CudaError if a kernel cannot be compiled or launched.
     """
     if query.dtype == torch.float32:
         raise TypeError("query: dtype torch.float32 is not taken by cuda.fa3; give float16 or bfloat16")
     if call.dropout_p > 0.0:
-        raise NotImplementedError(f"dropout_p: {call.dropout_p} is not taken by cuda.fa3, which has no dropout; give 0.0")
+        raise NotImplementedError(
+            f"dropout_p: {call.dropout_p} is not taken by cuda.fa3, which has no dropout; give 0.0"
+        )
     check_scale(call)
     out, lse = _forward(query, key, value, call.scale, call.is_causal, call.offset)
     return out, lse
@@ -491,9 +602,15 @@ def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queri
 implementation = Implementation(
     name="cuda.fa3",
     attention=attention,
-    # Not deterministic: atomic additions sum dQ. So dQ of a slice of a batch may differ from dQ in the batch, too.
-    supports=replace(OWN_KERNELS, dtypes=SIXTEEN_BIT, devices=("cuda",), dropout=False, deterministic=False, batch_invariant=False),
+    # The kernels are not deterministic, because atomic additions sum dQ. For the same reason dQ of a slice of a batch
+    # may differ from dQ in the batch.
+    supports=replace(
+        OWN_KERNELS, dtypes=SIXTEEN_BIT, devices=("cuda",), dropout=False, deterministic=False, batch_invariant=False
+    ),
     arithmetic=arithmetic,
     missing=missing,
-    summary="FlashAttention-3 in CUDA C++ for Hopper: tiles copied by TMA, asynchronous products (wgmma) under the softmax of the next tile, dQ by atomics.",
+    summary=(
+        "FlashAttention-3 in CUDA C++ for Hopper: tiles copied by TMA, "
+        "asynchronous products (wgmma) under the softmax of the next tile, dQ by atomics."
+    ),
 )

@@ -1,4 +1,8 @@
-"""The launches of the kernels in `fa2.cu`, whatever the mask: their tiles, grids and shared memory, and the forward and the backward as sequences of them."""
+"""The launches of the kernels in `fa2.cu`, for every mask.
+
+This file chooses the tiles, the grids and the bytes of shared memory. It combines the launches into the forward and the
+backward.
+"""
 
 import ctypes
 from dataclasses import dataclass, replace
@@ -11,19 +15,19 @@ from flashproof.impls.cuda import launching
 from flashproof.impls.cuda.launching import ELEMENTS, Launch, Problem, Tile, View, padded_dim, sign_of, vectors
 from flashproof.impls.spec import Arithmetic, Device, Dtype, arithmetic_of_flash
 
-# ------------------------------------------------------------------------------------------------------------------------------ tiles
+# ---------------------------------------------------------------------------------------------------------------- tiles
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of the three kernels that have a loop."""
+    """The tiles of the three kernels that loop over tiles. The fourth kernel, `delta`, has no such loop."""
 
     forward: Tile
     dkey_dvalue: Tile
     dquery: Tile
 
 
-# On a GPU, by the bits of the dtype and the padded head dim.
+# The tiles on a GPU, by the bits of the dtype and the padded head dim.
 TILES = {
     (16, 64): Tiles(forward=Tile(4, 32, 64, hold=True), dkey_dvalue=Tile(4, 16, 64), dquery=Tile(4, 32, 32)),
     (16, 128): Tiles(forward=Tile(4, 16, 64, hold=True), dkey_dvalue=Tile(4, 16, 32), dquery=Tile(4, 16, 64)),
@@ -32,20 +36,26 @@ TILES = {
     (32, 128): Tiles(forward=Tile(4, 32, 16), dkey_dvalue=Tile(4, 16, 16), dquery=Tile(4, 32, 16)),
     (32, 256): Tiles(forward=Tile(4, 16, 16), dkey_dvalue=Tile(4, 16, 16, split=2), dquery=Tile(2, 16, 16)),
 }
-# With dropout, where its bits would not fit the registers beside the scores of a whole step: half of the step.
+# The tiles with dropout. Where the dropout bits do not fit in the registers beside the scores of a whole step, the step
+# is half as long.
 DROPOUT_TILES = TILES | {
     (16, 64): replace(TILES[16, 64], forward=Tile(4, 32, 32, hold=True), dkey_dvalue=Tile(4, 16, 32)),
     (16, 128): replace(TILES[16, 128], dkey_dvalue=Tile(4, 16, 16)),
 }
-# Where rows are not vectors, whose copies need registers of their own: half of the rows. The steps stay, and with them every bit of the result.
+# The tiles that change if rows are not vectors (`launching.vectors`). Copies of such rows need registers of their own,
+# so a warp has half of the rows. The steps stay the same, so every bit of the result stays the same.
 STRIDED_TILES = {(32, 128): {"dquery": Tile(4, 16, 16)}}
-# On the twin one tile serves the kernels of a file, which are compiled together. Between them they have all that a GPU's have: 16 rows to a warp or 32, more
-# rows than columns and fewer, operands held and read again, rows split between warps.
+# The tiles on the twin, by the padded head dim. The kernels of a file are compiled together there, so they share one
+# tile. Together these tiles cover the properties of the GPU's tiles: 16 or 32 rows for a warp, more rows than columns
+# and fewer, operands that are held in registers and operands that are read again, rows that are split between warps.
 TWIN_TILES = {64: Tile(4, 16, 32, hold=True), 128: Tile(2, 32, 64), 256: Tile(4, 16, 16, split=2)}
 
 
 def tiles(dtype: torch.dtype, dim: int, dropout: bool, strided: bool, twin: bool) -> Tiles:
-    """The tiles for a dtype, head dim and call. The batch and the lengths have no say, so a slice of a batch is computed as it is in the batch."""
+    """The tiles for a dtype, head dim and call.
+
+    They do not depend on the batch or on the lengths. So a slice of a batch gives the same bits as the whole batch.
+    """
     if twin:
         return Tiles(*(TWIN_TILES[padded_dim(dim)],) * 3)
     size = (8 * dtype.itemsize, padded_dim(dim))
@@ -54,8 +64,15 @@ def tiles(dtype: torch.dtype, dim: int, dropout: bool, strided: bool, twin: bool
 
 
 def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
-    """Products exact, sums in float32, weights cast to the input dtype. Tiles differ between head dims; the smallest make the most steps: they are claimed."""
-    chosen = [tiles(getattr(torch, dtype), dim, dropout, False, device == "cpu") for dim in (64, 128, 256) for dropout in (False, True)]
+    """The claimed arithmetic: exact products, sums in float32, and weights cast to the input dtype.
+
+    Tiles differ between head dims. The smallest tiles make the most steps, so they are the ones claimed.
+    """
+    chosen = [
+        tiles(getattr(torch, dtype), dim, dropout, False, device == "cpu")
+        for dim in (64, 128, 256)
+        for dropout in (False, True)
+    ]
     return replace(
         arithmetic_of_flash(dtype, device),
         key_tile=min(tile.step for each in chosen for tile in (each.forward, each.dquery)),
@@ -63,12 +80,12 @@ def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
     )
 
 
-# --------------------------------------------------------------------------------------------------------------------------- launches
+# ------------------------------------------------------------------------------------------------------------- launches
 
 
 @dataclass(frozen=True)
 class Masking:
-    """A file that says what is visible, the argument of its `Mask` type, and the tensors that it reads."""
+    """A mask: the source file of its type `Mask`, the kernels' argument of that type, and the tensors that it reads."""
 
     source: str
     mask: ctypes.Structure
@@ -76,7 +93,7 @@ class Masking:
 
 
 def forward(call: Call, masking: Masking, query: Queries, key: Keys, value: Keys) -> tuple[Queries, Rows]:
-    """(out, lse)."""
+    """Runs the forward and returns (out, lse)."""
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     forward_launch(call, masking, query, key, value, out, lse).run()
@@ -84,9 +101,20 @@ def forward(call: Call, masking: Masking, query: Queries, key: Keys, value: Keys
 
 
 def backward(
-    call: Call, by_query: Masking, by_key: Masking, dout: Queries, query: Queries, key: Keys, value: Keys, out: Queries, lse: Rows
+    call: Call,
+    by_query: Masking,
+    by_key: Masking,
+    dout: Queries,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    out: Queries,
+    lse: Rows,
 ) -> tuple[Queries, Keys, Keys]:
-    """(dquery, dkey, dvalue). `by_query` says which keys a tile of queries sees, `by_key` which queries see a tile of keys."""
+    """Runs the backward and returns (dquery, dkey, dvalue).
+
+    `by_query` says which keys a tile of queries sees. `by_key` says which queries see a tile of keys.
+    """
     delta = torch.empty_like(lse)
     delta_launch(call, by_query.source, out, dout, delta).run()
     dquery, dkey, dvalue = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
@@ -95,15 +123,17 @@ def backward(
     return dquery, dkey, dvalue
 
 
-def forward_launch(call: Call, masking: Masking, query: Queries, key: Keys, value: Keys, out: Queries, lse: Rows) -> Launch:
-    """One block for each tile of queries of each head. Fills out and lse."""
+def forward_launch(
+    call: Call, masking: Masking, query: Queries, key: Keys, value: Keys, out: Queries, lse: Rows
+) -> Launch:
+    """The forward: one block for each tile of queries of each head. It fills out and lse."""
     tile = _tiles_of(call, query, key, value).forward
     blocks = -(-call.queries // tile.own) * call.heads * call.batch
     return _launch("forward", call, masking, tile, blocks, tile.own + 4 * tile.step, (query, key, value), (out, lse))
 
 
 def delta_launch(call: Call, source: str, out: Queries, dout: Queries, delta: Rows) -> Launch:
-    """One block for a few queries of a head, a warp to each. Fills delta."""
+    """The kernel `delta`: one block for a few queries of a head, and one warp for each query. It fills delta."""
     tile = _tiles_of(call, out).dquery
     blocks = -(-call.queries // tile.warps) * call.heads * call.batch
     sizes = (ctypes.c_int(call.heads), ctypes.c_int(call.queries), ctypes.c_int(call.dim))
@@ -113,20 +143,58 @@ def delta_launch(call: Call, source: str, out: Queries, dout: Queries, delta: Ro
 
 
 def dkey_dvalue_launch(
-    call: Call, masking: Masking, query: Queries, key: Keys, value: Keys, dout: Queries, lse: Rows, delta: Rows, dkey: Keys, dvalue: Keys
+    call: Call,
+    masking: Masking,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    dout: Queries,
+    lse: Rows,
+    delta: Rows,
+    dkey: Keys,
+    dvalue: Keys,
 ) -> Launch:
-    """One block for each tile of keys of each key head. Fills dkey and dvalue."""
+    """The kernel `dkey_dvalue`: one block for each tile of keys of each key head. It fills dkey and dvalue."""
     tile = _tiles_of(call, query, key, value, dout).dkey_dvalue
     blocks = -(-call.keys // tile.own) * call.kv_heads * call.batch
     others = (lse, delta, dkey, dvalue)
-    return _launch("dkey_dvalue", call, masking, tile, blocks, 2 * tile.own + 4 * tile.step, (query, key, value, dout), others, 4 * tile.step)
+    return _launch(
+        "dkey_dvalue",
+        call,
+        masking,
+        tile,
+        blocks,
+        2 * tile.own + 4 * tile.step,
+        (query, key, value, dout),
+        others,
+        4 * tile.step,
+    )
 
 
-def dquery_launch(call: Call, masking: Masking, query: Queries, key: Keys, value: Keys, dout: Queries, lse: Rows, delta: Rows, dquery: Queries) -> Launch:
-    """One block for each tile of queries of each head. Fills dquery."""
+def dquery_launch(
+    call: Call,
+    masking: Masking,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    dout: Queries,
+    lse: Rows,
+    delta: Rows,
+    dquery: Queries,
+) -> Launch:
+    """The kernel `dquery`: one block for each tile of queries of each head. It fills dquery."""
     tile = _tiles_of(call, query, key, value, dout).dquery
     blocks = -(-call.queries // tile.own) * call.heads * call.batch
-    return _launch("dquery", call, masking, tile, blocks, 2 * tile.own + 4 * tile.step, (query, key, value, dout), (lse, delta, dquery))
+    return _launch(
+        "dquery",
+        call,
+        masking,
+        tile,
+        blocks,
+        2 * tile.own + 4 * tile.step,
+        (query, key, value, dout),
+        (lse, delta, dquery),
+    )
 
 
 def _tiles_of(call: Call, *inputs: Tensor) -> Tiles:
@@ -134,9 +202,21 @@ def _tiles_of(call: Call, *inputs: Tensor) -> Tiles:
 
 
 def _launch(
-    kernel: str, call: Call, masking: Masking, tile: Tile, blocks: int, rows: int, inputs: tuple[Tensor, ...], others: tuple[Tensor, ...], numbers: int = 0
+    kernel: str,
+    call: Call,
+    masking: Masking,
+    tile: Tile,
+    blocks: int,
+    rows: int,
+    inputs: tuple[Tensor, ...],
+    others: tuple[Tensor, ...],
+    numbers: int = 0,
 ) -> Launch:
-    """A launch that has room for some rows of tiles and some float32 numbers in shared memory. Tensors of one number to a row are passed by pointer alone."""
+    """A launch with shared memory for `rows` rows of tiles and `numbers` float32 numbers.
+
+    A tensor with one number for each row [batch, heads, length] is passed as a pointer. Other tensors are passed as a
+    `View`.
+    """
     shared_bytes = rows * padded_dim(call.dim) * inputs[0].itemsize + 4 * numbers
     tensors = inputs + others
     arguments = [ctypes.c_void_p(x.data_ptr()) if x.ndim == 3 else View.of(x) for x in tensors]

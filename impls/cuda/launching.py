@@ -1,9 +1,15 @@
-"""What the CUDA implementations share on the host: a launch as data, its compilation by NVRTC or for the CPU twin, and the types that kernels take.
+"""The host code that the CUDA implementations share.
 
-A kernel file is compiled once for each set of constants (element type, head dim, tiles, mask ...), when it is first used, and kept on disk: the name of a
-compiled file is a hash of all source files of this folder, the options and the compiler's version, and its last bytes are a hash of the others. On a GPU only
-the one kernel is compiled. The twin (twin.h) gets all kernels of a file at once, with what would only multiply compilations as variables, since the host's
-compiler takes seconds.
+It describes a launch as data, compiles it by NVRTC or for the CPU twin, and defines the types of the kernels'
+parameters.
+
+A kernel file is compiled at its first use, once for each set of constants (element type, head dim, tiles, mask ...).
+The compiled file is kept on disk. Its name is a hash of the source file, the files that it includes, the options and
+the compiler's version. Its last bytes are a hash of the other bytes.
+
+For a GPU, one kernel of the file is compiled. For the twin (twin.h), all kernels of a file are compiled at once,
+because the host's compiler takes seconds. For the same reason some constants are variables there: they would only
+multiply the number of compilations.
 """
 
 import atexit
@@ -38,38 +44,47 @@ FOLDER = Path(__file__).parent
 KERNELS = {"fa1.cu": ("forward", "backward"), "fa2.cu": ("forward", "delta", "dkey_dvalue", "dquery")}
 KERNELS["block_sparse.cu"] = KERNELS["fa2.cu"]
 ELEMENTS = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
-OPTIONS = {"std": "c++17", "fma": False, "ptxas_options": ["-v"]}  # of NVRTC. Products and sums are not fused: what is one rounding is written as one
-VARIABLES = ("CAUSAL", "DROPOUT", "VECTOR", "SIGN")  # of the twin; constants on a GPU
-_TWIN = threading.Lock()  # from the setting of these variables to the end of the launch that they are for
+# The options of NVRTC. It does not fuse products and sums: the sources name each fused operation.
+OPTIONS = {"std": "c++17", "fma": False, "ptxas_options": ["-v"]}
+VARIABLES = ("CAUSAL", "DROPOUT", "VECTOR", "SIGN")  # variables of the twin; constants on a GPU
+_TWIN = threading.Lock()  # held from the setting of these variables to the end of their launch
 
 
 class CudaError(RuntimeError):
-    """A compilation or a launch that failed; the message names the kernel, its launch and the case."""
+    """A compilation or a launch failed. The message names the kernel, its launch and the case."""
 
 
 def missing(device: Device) -> str | None:
-    """Why the kernels cannot run on a device, or None."""
+    """The reason why the kernels cannot run on a device, or None if they can."""
     if device == "cpu":
-        return None if _compiler() else "C++ compiler: none found (c++, g++ or clang++, or the variable CXX), which the CPU twin needs"
+        return (
+            None
+            if _compiler()
+            else "C++ compiler: none found (c++, g++ or clang++, or the variable CXX), which the CPU twin needs"
+        )
     if reason := no_nvrtc():
         return reason
     return _too_old(torch.cuda.current_device()) if torch.cuda.is_available() else "CUDA: no device"
 
 
 def slow(device: Device) -> Literal["tile"] | None:
-    """What takes long: a tile of the CPU twin, which runs one thread after another."""
+    """What is slow on a device, or None. A tile is slow on the CPU twin, which runs one thread after another."""
     return "tile" if device == "cpu" else None
 
 
 def _too_old(device: int) -> str | None:
-    """Why a GPU is refused, or None: asynchronous copies and products of bfloat16 came with sm_80."""
+    """The reason why a GPU is refused, or None. Asynchronous copies and products of bfloat16 need sm_80 or later."""
     major, minor = torch.cuda.get_device_capability(device)
-    return None if major >= 8 else f"CUDA: {torch.cuda.get_device_name(device)} is sm_{major}{minor}, and the kernels need sm_80 or later"
+    return (
+        None
+        if major >= 8
+        else f"CUDA: {torch.cuda.get_device_name(device)} is sm_{major}{minor}, and the kernels need sm_80 or later"
+    )
 
 
 @functools.cache
 def no_nvrtc() -> str | None:
-    """Why kernels cannot be compiled for a GPU, or None. Compiling needs no GPU."""
+    """The reason why kernels cannot be compiled for a GPU, or None. The compilation needs no GPU."""
     for module, package in (("cuda.core", "cuda-core"), ("cuda.bindings", "cuda-bindings")):
         try:
             found = util.find_spec(module) is not None
@@ -86,7 +101,7 @@ def no_nvrtc() -> str | None:
     return None
 
 
-# -------------------------------------------------------------------------------------------------------------- what kernels take
+# ---------------------------------------------------------------------------------------------------- what kernels take
 
 
 def on_twin(tensor: Tensor) -> bool:
@@ -95,12 +110,12 @@ def on_twin(tensor: Tensor) -> bool:
 
 
 def padded_dim(dim: int) -> int:
-    """What tiles of this head dim are padded to: 64, 128 or 256."""
+    """The number of columns to which tiles of this head dim are padded: 64, 128 or 256."""
     return max(64, 1 << (dim - 1).bit_length())
 
 
 class View(ctypes.Structure):
-    """A tensor [batch, heads, length, dim]: `View` of tiles.cuh."""
+    """A tensor [batch, heads, length, dim], as `View` of tiles.cuh. Strides are in elements."""
 
     _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_longlong) for name in ("batch", "head", "row", "column")))
 
@@ -110,7 +125,7 @@ class View(ctypes.Structure):
 
 
 class Problem(ctypes.Structure):
-    """Sizes, scale and dropout: `Problem` of tiles.cuh."""
+    """The sizes, the scale and the dropout of a call, as `Problem` of tiles.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_int) for name in ("heads", "kv_heads", "queries", "keys", "dim")),
@@ -122,7 +137,10 @@ class Problem(ctypes.Structure):
 
     @classmethod
     def of(cls, call: Call) -> "Problem":
-        """A scale of 0 is SIGN 0 and magnitude 1: every score is 0, and -inf times the magnitude stays -inf."""
+        """The problem of a call.
+
+        A scale of 0 becomes SIGN 0 and magnitude 1. Then every score is 0, and -inf times the magnitude is -inf.
+        """
         magnitude = abs(call.scale) if sign_of(call) else 1.0
         sizes = (call.heads, call.kv_heads, call.queries, call.keys, call.dim)
         dropout = (call.dropout_seed, max(call.dropout_threshold - 1, 0), 1.0 / (1.0 - call.dropout_p))
@@ -130,93 +148,138 @@ class Problem(ctypes.Structure):
 
 
 def check_scale(call: Call) -> None:
-    """Raises ValueError for a scale beyond float32."""
+    """Raises ValueError if the scale is beyond float32."""
     if abs(call.scale) * math.log2(math.e) > torch.finfo(torch.float32).max:
-        raise ValueError(f"scale: {call.scale} is beyond float32, in which scores are computed; its magnitude is at most 2.3e38")
+        raise ValueError(
+            f"scale: {call.scale} is beyond float32, in which scores are computed; its magnitude is at most 2.3e38"
+        )
 
 
 def packed_seed(seed: int) -> int:
-    """A 64-bit seed as an operator of torch takes integers: with a sign."""
+    """A 64-bit seed as a signed integer, which is the only kind of integer that an operator of torch takes."""
     return seed - 2**64 if seed >= 2**63 else seed
 
 
 def unpacked_seed(packed: int) -> int:
-    """The seed in [0, 2^64) again."""
+    """The seed in [0, 2^64), from its packed form."""
     return packed % 2**64
 
 
-def call_of(query: Tensor, key: Tensor, scale: float, is_causal: bool, offset: int, dropout_p: float, dropout_seed: int) -> Call:
-    """The checked call again, from what an operator of torch was given."""
+def call_of(
+    query: Tensor, key: Tensor, scale: float, is_causal: bool, offset: int, dropout_p: float, dropout_seed: int
+) -> Call:
+    """The checked call, rebuilt from the arguments of an operator of torch."""
     (batch, heads, queries, dim), (kv_heads, keys) = query.shape, key.shape[1:3]
-    return Call(batch, heads, kv_heads, heads // kv_heads, queries, keys, dim, scale, is_causal, offset, dropout_p, unpacked_seed(dropout_seed))
+    return Call(
+        batch,
+        heads,
+        kv_heads,
+        heads // kv_heads,
+        queries,
+        keys,
+        dim,
+        scale,
+        is_causal,
+        offset,
+        dropout_p,
+        unpacked_seed(dropout_seed),
+    )
 
 
 def sign_of(call: Call) -> int:
-    """SIGN of tiles.cuh: of the scale as float32 holds it."""
+    """SIGN of tiles.cuh: the sign of the scale after its rounding to float32."""
     return int(np.sign(np.float32(call.scale)))
 
 
 def vectors(*tensors: Tensor) -> bool:
-    """VECTOR of tiles.cuh: 16 bytes of a row lie together and aligned, and rows are whole numbers of them."""
+    """VECTOR of tiles.cuh: whether kernels can copy the rows of all tensors in aligned pieces of 16 bytes.
+
+    The columns are contiguous, a row is a whole number of pieces, and the address and the other strides are multiples
+    of 16 bytes.
+    """
     each = 16 // tensors[0].itemsize
-    return all(x.stride(3) == 1 and x.shape[3] % each == 0 and x.data_ptr() % 16 == 0 and not any(stride % each for stride in x.stride()[:3]) for x in tensors)
+    return all(
+        x.stride(3) == 1
+        and x.shape[3] % each == 0
+        and x.data_ptr() % 16 == 0
+        and not any(stride % each for stride in x.stride()[:3])
+        for x in tensors
+    )
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor's elements and the one past the last."""
+    """The addresses of a tensor's first byte and of the byte after its last one."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + (reach + 1) * tensor.itemsize
 
 
-# ----------------------------------------------------------------------------------------------------------------------- launches
+# ------------------------------------------------------------------------------------------------------------- launches
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The shape of a block's work, as tiles.cuh describes it."""
+    """The shape of a block's work. tiles.cuh describes the fields, which have the same names there in capitals."""
 
     warps: int
     rows: int
     step: int
     split: int = 1
-    hold: bool = False  # the forward keeps the queries in registers
-    blocks: int = 1  # that share a multiprocessor: the compiler gives a thread as many registers as then fit
+    hold: bool = False  # whether the forward keeps the queries in registers
+    blocks: int = 1  # blocks that share a multiprocessor; they limit the registers of a thread
 
     @property
     def own(self) -> int:
-        """Rows of scores that a block owns."""
+        """The number of rows of scores that a block owns."""
         return self.warps // self.split * self.rows
 
     @property
     def constants(self) -> dict[str, int]:
-        return {"WARPS": self.warps, "ROWS": self.rows, "STEP": self.step, "SPLIT": self.split, "HOLD": int(self.hold), "BLOCKS": self.blocks}
+        return {
+            "WARPS": self.warps,
+            "ROWS": self.rows,
+            "STEP": self.step,
+            "SPLIT": self.split,
+            "HOLD": int(self.hold),
+            "BLOCKS": self.blocks,
+        }
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel. A launch is data: `run` starts it, and a test compiles it for a GPU that is not there."""
+    """One launch of a kernel.
 
-    source: str  # "fa2.cu": a file of this folder, or the path of another
+    A launch is data. `run` starts the kernel. A test compiles the same launch for a GPU that the machine does not have.
+    """
+
+    source: str  # a file of this folder, such as "fa2.cu", or the path of another file
     kernel: str
     blocks: int
     warps: int
     shared_bytes: int
     constants: Mapping[str, int | str]
-    tensors: tuple[Tensor, ...]  # all that the kernel may read or write; the first says on which device
-    arguments: tuple[Any, ...]  # the kernel's parameters: ctypes values
+    tensors: tuple[Tensor, ...]  # all tensors that the kernel may access; the device is that of the first one
+    arguments: tuple[Any, ...]  # the kernel's parameters, as ctypes values
 
     def __str__(self) -> str:
         constants = " ".join(f"{name}={value}" for name, value in self.constants.items())
         shapes = ", ".join(f"{list(x.shape)}" for x in self.tensors)
-        return f"{self.source} {self.kernel} <<<{self.blocks}, {32 * self.warps}, {self.shared_bytes}>>> ({constants}; tensors {shapes})"
+        return (
+            f"{self.source} {self.kernel} <<<{self.blocks}, {32 * self.warps}, {self.shared_bytes}>>> "
+            f"({constants}; tensors {shapes})"
+        )
 
     def run(self) -> None:
         """Starts the kernel on the device of its tensors, on torch's current stream. Raises CudaError."""
         device = self.tensors[0].device
         if self.blocks >= 2**31:
-            raise CudaError(f"CUDA: {self.blocks} blocks, where a launch has at most 2^31 - 1: fewer batch entries, heads or rows would do, of {self}")
-        parameters = (ctypes.c_void_p * len(self.arguments))(*(ctypes.addressof(argument) for argument in self.arguments))
+            raise CudaError(
+                f"CUDA: {self.blocks} blocks, where a launch has at most 2^31 - 1: "
+                f"fewer batch entries, heads or rows would do, of {self}"
+            )
+        parameters = (ctypes.c_void_p * len(self.arguments))(
+            *(ctypes.addressof(argument) for argument in self.arguments)
+        )
         if device.type == "cpu":
             self._run_on_twin(parameters)
             return
@@ -225,12 +288,16 @@ class Launch:
         with torch.cuda.device(device):
             try:
                 _make_current(device.index)
-                kernel = _kernel_on_gpu(self.source, self.kernel, tuple(self.constants.items()), self.shared_bytes, device.index)
+                kernel = _kernel_on_gpu(
+                    self.source, self.kernel, tuple(self.constants.items()), self.shared_bytes, device.index
+                )
             except CudaError as error:
                 raise CudaError(f"{error}\nwhen loading {self}") from error
             stream = torch.cuda.current_stream(device).cuda_stream
             block = (32 * self.warps, 1, 1)
-            (status,) = driver.cuLaunchKernel(kernel, self.blocks, 1, 1, *block, self.shared_bytes, stream, ctypes.addressof(parameters), 0)
+            (status,) = driver.cuLaunchKernel(
+                kernel, self.blocks, 1, 1, *block, self.shared_bytes, stream, ctypes.addressof(parameters), 0
+            )
         if status:
             raise CudaError(f"CUDA: {status.name} when launching {self}")
 
@@ -259,11 +326,17 @@ class _Buffer(ctypes.Structure):
 
 
 class _TwinLaunch(ctypes.Structure):
-    _fields_ = (*((name, ctypes.c_int) for name in ("blocks", "threads", "shared_bytes", "buffer_count")), ("buffers", ctypes.POINTER(_Buffer)))
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("blocks", "threads", "shared_bytes", "buffer_count")),
+        ("buffers", ctypes.POINTER(_Buffer)),
+    )
 
 
 def _check_sizes(library: Any, kernel: str, arguments: tuple[Any, ...]) -> None:
-    """The types here and in the source file are written twice; this holds one against the other."""
+    """Raises CudaError unless the sizes of the arguments equal the sizes of the kernel's parameters.
+
+    The types of the parameters are written twice, here and in the sources.
+    """
     sizes = (ctypes.c_int * 32)()
     count = getattr(library, f"{kernel}_sizes")(sizes)
     given = [ctypes.sizeof(argument) for argument in arguments]
@@ -271,14 +344,14 @@ def _check_sizes(library: Any, kernel: str, arguments: tuple[Any, ...]) -> None:
         raise CudaError(f"{kernel}: takes parameters of {list(sizes[:count])} bytes, given {given}")
 
 
-# ------------------------------------------------------------------------------------------------------------------ compilations
+# --------------------------------------------------------------------------------------------------------- compilations
 
 
-DIGEST = hashlib.sha256().digest_size  # bytes at the end of a compiled file
+DIGEST = hashlib.sha256().digest_size  # bytes of the hash at the end of a compiled file
 
 
 def _sources(source: str) -> str:
-    """A hash of a source and of all files of this folder that it includes, directly or not."""
+    """A hash of a source file and of all files of this folder that it includes, directly or indirectly."""
     front, files = [FOLDER / source], dict[Path, bytes]()
     while front:
         if (path := front.pop()) not in files:
@@ -291,27 +364,31 @@ def _sources(source: str) -> str:
 
 @functools.cache
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: the user's cache folder, or where that cannot be written a temporary one, which goes when the process ends."""
+    """The folder for compiled kernels, in the user's cache folder.
+
+    If the process cannot write there, it uses a temporary folder, which is deleted when the process ends.
+    """
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashproof"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except (OSError, RuntimeError):  # a RuntimeError where the user has no home
+    except (OSError, RuntimeError):  # a RuntimeError if the user has no home
         folder, owner = Path(tempfile.mkdtemp(prefix="flashproof-")), os.getpid()
         atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
         return folder
 
 
 def _name(source: str, *key: object) -> str:
-    """The name of what is compiled: a hash of all that it depends on."""
+    """The name of a compiled file: a hash of everything that the file depends on."""
     return hashlib.sha256("\0".join(map(str, (source, _sources(source), *key))).encode()).hexdigest()[:32]
 
 
 def _compiled(suffix: str, compile_to: Callable[[Path], None], source: str, *key: object) -> tuple[Path, bytes]:
-    """A compiled file, from the disk or from `compile_to`: its place, and what is in it without the hash at its end. A damaged one is compiled anew.
+    """A compiled file, from the disk or from `compile_to`: its path, and its content without the hash at its end.
 
-    Processes wait for one another, and no one sees a file that is half written. Raises CudaError where none can be kept.
+    A damaged file is compiled again. Processes that need the same file wait for one another, and no process sees an
+    unfinished file. Raises CudaError if the file cannot be kept.
     """
     try:
         place = cache_folder() / f"{_name(source, *key)}{suffix}"
@@ -337,7 +414,10 @@ def _compiled(suffix: str, compile_to: Callable[[Path], None], source: str, *key
 
 
 def _seal(path: Path) -> bytes:
-    """Adds to a new file the hash of what is in it, and answers that. Loaders look no further than the file's own end."""
+    """Appends to a new file the hash of its content, and returns the content.
+
+    The hash does not disturb loaders: they read no further than the end that the file's own format states.
+    """
     code = path.read_bytes() if path.exists() else b""
     if not code:
         raise CudaError(f"{path}: the compiler wrote nothing")
@@ -349,7 +429,7 @@ def _seal(path: Path) -> bytes:
 
 
 def _whole(place: Path) -> bytes | None:
-    """What is in a compiled file, or None where there is none, or not as it was written."""
+    """The content of a compiled file, or None if the file does not exist or is damaged."""
     try:
         found = place.read_bytes()
     except OSError:
@@ -358,17 +438,22 @@ def _whole(place: Path) -> bytes | None:
     return code if code and hashlib.sha256(code).digest() == found[-DIGEST:] else None
 
 
-IMPORTING = threading.Lock()  # of cuda.core: two threads that import it at once find half of it
+# Held while a thread imports cuda.core. Of two threads that import it at the same time, one may see an unfinished
+# module.
+IMPORTING = threading.Lock()
 
 
 def _make_current(device: int) -> None:
-    """Sees to it that the calling thread has the device's context. In a new thread it has none, even where torch counts this as its device."""
+    """Makes the device's context current in the calling thread.
+
+    A new thread has no current context, even if torch reports this device as the thread's device.
+    """
     from cuda.bindings import driver
 
     status, current = driver.cuCtxGetDevice()
     if not status and int(current) == device:
         return
-    if status and status != driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # which says that there is none
+    if status and status != driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this error: no context
         raise CudaError(f"CUDA: {status.name} when asking for the thread's device")
     try:
         with IMPORTING:
@@ -380,8 +465,10 @@ def _make_current(device: int) -> None:
 
 
 @functools.cache
-def _kernel_on_gpu(source: str, kernel: str, constants: tuple[tuple[str, int | str], ...], shared_bytes: int, device: int) -> Any:
-    """A kernel that can be launched, from the disk or from NVRTC."""
+def _kernel_on_gpu(
+    source: str, kernel: str, constants: tuple[tuple[str, int | str], ...], shared_bytes: int, device: int
+) -> Any:
+    """A loaded kernel, whose code comes from the disk or from NVRTC. Raises CudaError."""
     from cuda.bindings import driver
 
     with IMPORTING:
@@ -389,11 +476,16 @@ def _kernel_on_gpu(source: str, kernel: str, constants: tuple[tuple[str, int | s
 
     if reason := _too_old(device):
         raise CudaError(reason)
-    status, limit = driver.cuDeviceGetAttribute(driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, driver.CUdevice(device))
+    status, limit = driver.cuDeviceGetAttribute(
+        driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, driver.CUdevice(device)
+    )
     if status:
         raise CudaError(f"CUDA: {status.name} when asking how much shared memory there is")
     if shared_bytes > limit:
-        needs = f"{source} {kernel} needs {shared_bytes} bytes of shared memory for a block, and {torch.cuda.get_device_name(device)} gives {limit}"
+        needs = (
+            f"{source} {kernel} needs {shared_bytes} bytes of shared memory for a block, "
+            f"and {torch.cuda.get_device_name(device)} gives {limit}"
+        )
         raise CudaError(f"CUDA: {needs}; a smaller head dim or a dtype of 16 bit needs less")
     major, minor = torch.cuda.get_device_capability(device)
     target = f"sm_{major}{minor}"
@@ -407,18 +499,23 @@ def _kernel_on_gpu(source: str, kernel: str, constants: tuple[tuple[str, int | s
     except Exception as error:
         raise CudaError(f"CUDA: {source} {kernel} cannot be loaded from {place}: {error}") from error
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, driver.CUkernel(int(loaded.handle)), driver.CUdevice(device))
+    (status,) = driver.cuKernelSetAttribute(
+        attribute, shared_bytes, driver.CUkernel(int(loaded.handle)), driver.CUdevice(device)
+    )
     if status:
         raise CudaError(f"CUDA: {status.name} when asking for {shared_bytes} bytes of shared memory")
     _kept.append(loaded)
     return driver.CUfunction(int(loaded.handle))
 
 
-_kept: list[Any] = []  # a kernel is unloaded with its module
+_kept: list[Any] = []  # loaded kernels; they are kept because a kernel is unloaded with its module
 
 
 def nvrtc_version() -> str:
-    """Of the compiler and of what calls it. NVRTC knows itself to the minor version; the patches that its package counts are known where it is one of pip's."""
+    """The versions of NVRTC and of cuda-core, which calls it.
+
+    NVRTC reports its major and minor version. The patch version is known only if NVRTC is a pip package.
+    """
     from cuda.bindings import nvrtc
 
     return f"{nvrtc.nvrtcVersion()[1:]} {_package_version('nvidia-cuda-nvrtc')} {_package_version('cuda-core')}"
@@ -432,17 +529,23 @@ def _package_version(package: str) -> str:
 
 
 def _key(kernel: str, constants: tuple[tuple[str, int | str], ...], target: str) -> tuple[object, ...]:
-    """What a kernel's machine code depends on, beside its sources."""
+    """What a kernel's machine code depends on, apart from its sources."""
     return kernel, constants, target, sorted(OPTIONS.items()), nvrtc_version()
 
 
 def identity(source: str, kernel: str, constants: tuple[tuple[str, int | str], ...], target: str) -> str:
-    """A hash, in hexadecimal digits, of all that a kernel's machine code depends on: sources, constants, options, target, compiler."""
+    """A hash, in hexadecimal digits, of everything that a kernel's machine code depends on.
+
+    That is its sources, constants, options, target and compiler.
+    """
     return _name(source, *_key(kernel, constants, target))
 
 
 def said_of(source: str, kernel: str, constants: tuple[tuple[str, int | str], ...], target: str) -> str:
-    """What the assembler says of a kernel's registers, kept on disk as compiled kernels are. Needs no GPU. Raises CudaError."""
+    """What the assembler says about a kernel's registers. Needs no GPU. Raises CudaError.
+
+    The answer is kept on disk, as compiled kernels are.
+    """
 
     def compile_to(path: Path) -> None:
         path.write_text(compile_cubin(source, kernel, dict(constants), target)[1])
@@ -451,7 +554,10 @@ def said_of(source: str, kernel: str, constants: tuple[tuple[str, int | str], ..
 
 
 def compile_cubin(source: str, kernel: str, constants: Mapping[str, int | str], target: str) -> tuple[bytes, str]:
-    """A kernel's machine code for a target such as "sm_90a", and what the assembler said of its registers. Needs no GPU. Raises CudaError."""
+    """A kernel's machine code for a target such as "sm_90a", and what the assembler said about its registers.
+
+    Needs no GPU. Raises CudaError.
+    """
     with IMPORTING:
         from cuda.core import Program, ProgramOptions
 
@@ -462,12 +568,14 @@ def compile_cubin(source: str, kernel: str, constants: Mapping[str, int | str], 
         code = Program((FOLDER / source).read_text(), "c++", options).compile("cubin", logs=log)
     except Exception as error:
         words = " ".join(f"{name}={value}" for name, value in constants.items())
-        raise CudaError(f"NVRTC: {source} {kernel} does not compile for {target} ({words})\n{error}\n{log.getvalue()}") from error
+        raise CudaError(
+            f"NVRTC: {source} {kernel} does not compile for {target} ({words})\n{error}\n{log.getvalue()}"
+        ) from error
     return bytes(code.code), log.getvalue()
 
 
 def _compiler() -> str | None:
-    """The host's C++ compiler, by its full path."""
+    """The full path of the host's C++ compiler, or None if there is none."""
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
         if name and (found := shutil.which(name)):
             return found
@@ -480,21 +588,27 @@ def _compiler_version(compiler: str) -> str:
 
 
 def _said(command: list[str], trouble: str) -> str:
-    """What a compiler prints. Raises CudaError with the trouble, the command and its words."""
+    """The output of a compiler. Raises CudaError with the trouble, the command and the compiler's messages."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
         raise CudaError(f"C++ compiler: {trouble}\n{error}") from error
     if done.returncode:
-        raise CudaError(f"C++ compiler: {trouble}\n{' '.join(command)}\nexit status {done.returncode}\n{done.stderr[:4000]}")
+        raise CudaError(
+            f"C++ compiler: {trouble}\n{' '.join(command)}\nexit status {done.returncode}\n{done.stderr[:4000]}"
+        )
     return done.stdout
 
 
 @functools.cache
 def _processor() -> str:
-    """What the code of -march=native depends on."""
+    """The properties of the processor on which the code of -march=native depends."""
     try:
-        lines = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features", "model name"))]
+        lines = [
+            line
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith(("flags", "Features", "model name"))
+        ]
     except OSError:
         lines = [platform.processor()]
     return "\n".join(sorted(set(lines)))
@@ -502,21 +616,43 @@ def _processor() -> str:
 
 @functools.cache
 def _twin(source: str, constants: tuple[tuple[str, int | str], ...]) -> ctypes.PyDLL:
-    """All kernels of a file, for the CPU. Its calls keep the interpreter's lock: a launch is one call."""
+    """A library of all kernels of a file, compiled for the CPU twin. A launch is one call of the library.
+
+    A call keeps the interpreter's lock (`PyDLL`).
+    """
     compiler = _compiler()
     if compiler is None:
         raise CudaError(str(missing("cpu")))
     native = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
-    # Ordinary functions of the C library, no fused products: what is one rounding on a GPU is one here. A local variable that may be read before it is set is
-    # an error; the second name is g++'s alone, and clang passes over it.
-    flags = ["-std=c++17", "-O2", "-ftree-vectorize", native, "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-shared", "-fPIC", "-DTWIN"]
+    # The code calls the ordinary functions of the C library, and the compiler fuses no products and sums. So one
+    # rounding on a GPU is one rounding here. A local variable that may be read before it is set is an error. Only g++
+    # knows the second of these warnings, and clang ignores its name.
+    flags = [
+        "-std=c++17",
+        "-O2",
+        "-ftree-vectorize",
+        native,
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fno-exceptions",
+        "-shared",
+        "-fPIC",
+        "-DTWIN",
+    ]
     flags += ["-Werror=uninitialized", "-Werror=maybe-uninitialized"]
-    flags += [f"-D{name}={value}" for name, value in constants] + [f"-D{kernel.upper()}" for kernel in KERNELS.get(source, ())]
+    flags += [f"-D{name}={value}" for name, value in constants] + [
+        f"-D{kernel.upper()}" for kernel in KERNELS.get(source, ())
+    ]
 
     def compile_to(path: Path) -> None:
-        _said([compiler, *flags, f"-I{FOLDER}", "-x", "c++", str(FOLDER / source), "-o", str(path)], f"{source} does not compile for the CPU twin")
+        _said(
+            [compiler, *flags, f"-I{FOLDER}", "-x", "c++", str(FOLDER / source), "-o", str(path)],
+            f"{source} does not compile for the CPU twin",
+        )
 
-    place, _ = _compiled(".so", compile_to, source, compiler, _compiler_version(compiler), flags, _processor(), sys.platform)
+    place, _ = _compiled(
+        ".so", compile_to, source, compiler, _compiler_version(compiler), flags, _processor(), sys.platform
+    )
     try:
         return ctypes.PyDLL(str(place))
     except OSError as error:

@@ -1,10 +1,12 @@
-// What a thread, a warp and a block can do, in one small function each: the only file with PTX. Needs sm_80 or later.
+// The primitives of a thread, a warp and a block, one small function each. They need sm_80 or later. Apart from
+// hopper.cuh, only this file contains PTX.
 //
-// Two bodies. Compiled for a GPU, the functions below are a few instructions. With TWIN defined they come from twin.h instead, where a CPU plays the block: the
-// kernels do not know which. lane = thread % 32 everywhere; "quad" are the four lanes 4g to 4g + 3.
+// Each primitive has two implementations. On a GPU it is a few instructions of this file. If TWIN is defined, it comes
+// from twin.h, where a CPU runs the block. The kernels are the same in both cases. A lane is thread % 32, and a quad is
+// the four lanes 4g to 4g + 3.
 #pragma once
 
-// 16-bit numbers by their bits; arithmetic on them is done in float32.
+// 16-bit numbers, as their bits. Arithmetic on them is done in float32.
 struct half {
     unsigned short bits;
 };
@@ -18,13 +20,14 @@ struct bfloat16 {
 
 #define DEVICE __device__ __forceinline__
 #define KERNEL(name) extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) name
-#define EXPORT(name)  // of use to the twin alone
+#define EXPORT(name)  // only the twin uses it
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("unroll 1")
 
 #define INFINITY __int_as_float(0x7f800000)
 
-// Memory of the device, and N registers of a thread. The twin checks the one and fills the other with NaN.
+// A pointer to device memory, and N registers of a thread. The twin checks accesses to both, and fills registers with
+// NaN.
 template <class T>
 using Global = T*;
 
@@ -37,7 +40,8 @@ struct Registers {
 
 DEVICE int block_index() { return blockIdx.x; }
 DEVICE int thread_index() { return threadIdx.x; }
-// The same, read again: what depends on it is computed where it is needed, and not ahead of a loop and kept in registers.
+// Reads the thread's index again. The compiler then computes what depends on it where it is used, and does not keep it
+// in registers across a loop.
 DEVICE int thread_index_again() {
     int index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
@@ -45,13 +49,14 @@ DEVICE int thread_index_again() {
 }
 DEVICE void barrier() { __syncthreads(); }
 
-// The block's shared memory: as many bytes as the launch gives it, aligned to 1024.
+// The block's shared memory. The launch sets its size. It is aligned to 1024 bytes.
 DEVICE char* shared_memory() {
     extern __shared__ __align__(1024) char memory[];
     return memory;
 }
-// A spot in it, as copies and ldmatrix take it. `flipped` exchanges bits of it by an exclusive or; the compiler may not compute the result ahead and keep it:
-// the spots that a loop needs would fill the registers.
+// An address in shared memory, as copies and ldmatrix take it. `flipped` is the exclusive or of an address and `bytes`.
+// The compiler cannot compute the result ahead of a loop and keep it, because all addresses of a loop would fill the
+// registers.
 using Spot = unsigned;
 DEVICE Spot spot_of(const void* pointer) { return static_cast<Spot>(__cvta_generic_to_shared(pointer)); }
 DEVICE Spot flipped(Spot spot, int bytes) {
@@ -60,14 +65,14 @@ DEVICE Spot flipped(Spot spot, int bytes) {
     return result;
 }
 
-// Reads and writes of shared memory: 16 bytes of float32, aligned, or one number.
+// Reads and writes of shared memory: four float32 numbers at an aligned address, or one number.
 DEVICE float4 read_four(const void* pointer) { return *static_cast<const float4*>(pointer); }
 template <class T>
 DEVICE T read(const T* pointer) { return *pointer; }
 template <class T>
 DEVICE void write(T* pointer, T value) { *pointer = value; }
 
-// ------------------------------------------------------------------------------------------------------------------------------ numbers
+// ------------------------------------------------------------------------------------------------------------- numbers
 
 DEVICE float to_float(float x) { return x; }
 DEVICE float to_float(half x) {
@@ -77,9 +82,9 @@ DEVICE float to_float(half x) {
 }
 DEVICE float to_float(bfloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
 
-// Two numbers in one register, rounded to the nearest and ties to even; `low` in the low half.
+// Rounds two numbers to the nearest, ties to even, and packs them into one register. `low` is in the low half.
 template <class T>
-DEVICE unsigned pack(float, float) { return 0; }  // of 16-bit types alone
+DEVICE unsigned pack(float, float) { return 0; }  // only its versions for 16-bit types are called
 template <>
 DEVICE unsigned pack<half>(float low, float high) {
     unsigned result;
@@ -98,29 +103,33 @@ DEVICE T rounded(float x) { return {static_cast<unsigned short>(pack<T>(x, 0.0f)
 template <>
 DEVICE float rounded<float>(float x) { return x; }
 
-// Rounds two neighbours in device memory and writes them at once; aligned.
+// Rounds two numbers and writes them to neighbouring elements in device memory at once. The address is aligned.
 template <class T>
 DEVICE void write_two(Global<T> to, float low, float high) { *reinterpret_cast<unsigned*>(to) = pack<T>(low, high); }
 template <>
-DEVICE void write_two<float>(Global<float> to, float low, float high) { *reinterpret_cast<float2*>(to) = make_float2(low, high); }
+DEVICE void write_two<float>(Global<float> to, float low, float high) {
+    *reinterpret_cast<float2*>(to) = make_float2(low, high);
+}
 
-// a b + c, rounded once.
+// a b + c with one rounding.
 DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float maximum_of(float a, float b) { return fmaxf(a, b); }
 DEVICE float magnitude_of(float x) { return fabsf(x); }
 
-// 2^x on the special function unit: 2 ulp, and what is below 2^-126 is 0 (PTX ISA, ex2.approx.ftz.f32).
+// 2^x on the special function unit. The error is at most 2 ulp, and a result below 2^-126 is 0 (PTX ISA,
+// ex2.approx.ftz.f32).
 DEVICE float exp2_of(float x) {
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
 }
-// Natural log: 1 ulp (CUDA C++ Programming Guide, standard functions). log 0 = -inf.
+// The natural logarithm. The error is at most 1 ulp (CUDA C++ Programming Guide, standard functions). log 0 = -inf.
 DEVICE float log_of(float x) { return logf(x); }
 
-// ------------------------------------------------------------------------------------------------------------------------------- copies
+// -------------------------------------------------------------------------------------------------------------- copies
 
-// Starts copying 16 bytes (or 4, one number) from device memory to shared memory; 0 arrives where `inside` is false, and nothing is read.
+// Starts an asynchronous copy of 16 bytes, or of one number of 4 bytes, from device memory to shared memory. If
+// `inside` is false, it writes 0 and reads nothing.
 template <int BYTES>
 DEVICE void copy_async(Spot shared, const void* global, bool inside) {
     const int bytes = inside ? BYTES : 0;
@@ -129,19 +138,20 @@ DEVICE void copy_async(Spot shared, const void* global, bool inside) {
     else
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
-// Waits for this thread's own copies. A barrier makes them visible to the others.
+// Waits for the copies that this thread has started. A barrier then makes them visible to the other threads.
 DEVICE void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// ------------------------------------------------------------------------------------------------------------------------------- lanes
+// --------------------------------------------------------------------------------------------------------------- lanes
 
-// The value that another lane of the warp holds; all lanes take part.
+// The value that another lane of the warp holds. All lanes of the warp call it.
 DEVICE float from_lane(float value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 DEVICE float from_lane_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 
-// ---------------------------------------------------------------------------------------------------------------------------- matrices
+// ------------------------------------------------------------------------------------------------------------ matrices
 
-// Four 8x8 matrices of 16-bit numbers from shared memory. Lane 8i + r gives the address of row r of matrix i: 16 bytes, aligned.
-// Lane 4g + t receives of matrix i, in register i, the elements [g, 2t] and [g, 2t + 1]; transposed, [2t, g] and [2t + 1, g].
+// Loads four 8x8 matrices of 16-bit numbers from shared memory. Lane 8i + r gives the address of row r of matrix i: 16
+// bytes, aligned. Lane 4g + t receives two elements of matrix i in register i: [g, 2t] and [g, 2t + 1]. If the matrices
+// are transposed, it receives [2t, g] and [2t + 1, g].
 DEVICE void ldmatrix(Registers<unsigned, 4>& to, Spot row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -155,26 +165,31 @@ DEVICE void ldmatrix_transposed(Registers<unsigned, 4>& to, Spot row) {
                  : "memory");
 }
 
-// c += a b on a tensor core: a [16, 16] and b [16, 8] in 16 bit, c [16, 8] in float32. Lane 4g + t holds
-//   a: [g, 2t..2t+1], [g + 8, 2t..2t+1], [g, 2t+8..2t+9], [g + 8, 2t+8..2t+9]     b: [2t..2t+1, g], [2t+8..2t+9, g]     c: [g, 2t..2t+1], [g + 8, 2t..2t+1]
+// c += a b on a tensor core. a [16, 16] and b [16, 8] are 16-bit, and c [16, 8] is float32. Lane 4g + t holds
+//   of a: [g, 2t..2t+1], [g + 8, 2t..2t+1], [g, 2t+8..2t+9], [g + 8, 2t+8..2t+9]
+//   of b: [2t..2t+1, g], [2t+8..2t+9, g]
+//   of c: [g, 2t..2t+1], [g + 8, 2t..2t+1]
+// Only the versions for 16-bit types are called.
 template <class T>
-DEVICE void mma(Registers<float, 4>&, const Registers<unsigned, 4>&, unsigned, unsigned) {}  // of 16-bit types alone
+DEVICE void mma(Registers<float, 4>&, const Registers<unsigned, 4>&, unsigned, unsigned) {}
 template <>
 DEVICE void mma<half>(Registers<float, 4>& c, const Registers<unsigned, 4>& a, unsigned b0, unsigned b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 template <>
 DEVICE void mma<bfloat16>(Registers<float, 4>& c, const Registers<unsigned, 4>& a, unsigned b0, unsigned b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 #endif
 
-// ------------------------------------------------------------------------------------------------------- the same on a GPU and on its twin
+// ----------------------------------------------------------------------------------- the same on a GPU and on its twin
 
 constexpr float LOG2_E = 1.44269504088896340736f;
 
@@ -183,7 +198,8 @@ DEVICE int warp_index() { return thread_index() / 32; }
 DEVICE int smaller_of(int a, int b) { return a < b ? a : b; }
 DEVICE int larger_of(int a, int b) { return a > b ? a : b; }
 
-// Reductions over the four lanes of a quad, which hold one row of a matrix between them, and over a warp. Every lane has the result.
+// Reductions over a quad, whose four lanes together hold a row of a matrix, and over a warp. Every lane gets the
+// result.
 DEVICE float quad_maximum(float x) {
     x = maximum_of(x, from_lane_xor(x, 1));
     return maximum_of(x, from_lane_xor(x, 2));
@@ -198,10 +214,13 @@ DEVICE float warp_sum(float x) {
     return x;
 }
 
-// Dropout's mask (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): the first word of Philox 4x32-10 is above `last_dropped`.
-// Key the 64-bit seed, counter (key, query, head, batch): the same entry is drawn in the forward and in the backward.
-DEVICE bool kept(unsigned long long seed, unsigned last_dropped, unsigned batch, unsigned head, unsigned query, unsigned key) {
-    unsigned c0 = key, c1 = query, c2 = head, c3 = batch, k0 = static_cast<unsigned>(seed), k1 = static_cast<unsigned>(seed >> 32);
+// The dropout mask: Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Its key is
+// the 64-bit seed, and its counter is (key position, query position, head, batch). So the forward and the backward draw
+// the same mask. A weight is kept if the first output word is above `last_dropped`.
+DEVICE bool kept(unsigned long long seed, unsigned last_dropped, unsigned batch, unsigned head, unsigned query,
+                 unsigned key) {
+    unsigned c0 = key, c1 = query, c2 = head, c3 = batch, k0 = static_cast<unsigned>(seed),
+             k1 = static_cast<unsigned>(seed >> 32);
     UNROLL
     for (int round = 0; round < 10; ++round) {
         const unsigned long long first = 0xD2511F53ull * c0, second = 0xCD9E8D57ull * c2;

@@ -1,42 +1,57 @@
-// Tiles of matrices in shared memory, a warp's share of a product in registers, and the products that attention is made of. On top of primitives.cuh.
+// Tiles of matrices in shared memory, a warp's share of a product in registers, and the products of attention. This
+// file uses primitives.cuh.
 //
-// The loader defines, for one compilation: Element, the inputs' type (float, half or bfloat16); DIM, the head dim padded to 64, 128 or 256; VECTOR, whether
-// 16 bytes of a row lie together and aligned; SIGN, that of the scale (1, -1 or 0); CAUSAL and DROPOUT; and the shape of the work:
+// For one compilation, the loader defines
 //
-//   WARPS  of a block         ROWS  of scores that a warp computes, 16 or 32         STEP  columns of scores in one step of the block's loop
-//   SPLIT  warps that compute the same rows, and of the rows' gradients each another part of the columns: for head dims whose sums no warp could hold
-//   HOLD   whether the forward keeps the queries in registers        BLOCKS  that share a multiprocessor, which says how many registers a thread may have
+//   Element           the type of the inputs: float, half or bfloat16
+//   DIM               the head dim, padded to 64, 128 or 256
+//   VECTOR            whether kernels can copy rows in aligned pieces of 16 bytes
+//   SIGN              the sign of the scale: 1, -1 or 0
+//   CAUSAL, DROPOUT   whether there is a causal mask, and whether there is dropout
 //
-// float32 is computed by FMA units, 16 bit by tensor cores. Both keep a tile of float32 sums in the same registers, so a kernel is written once.
+// and the shape of the work:
+//
+//   WARPS    the number of warps of a block
+//   ROWS     the number of rows of scores that a warp computes: 16 or 32
+//   STEP     the number of columns of scores in one step of the block's loop
+//   SPLIT    the number of warps that compute the same rows of scores. Of the gradients of these rows, each of these
+//            warps sums another part of the columns. This serves head dims at which one warp cannot hold all the sums.
+//   HOLD     whether the forward keeps the queries in registers
+//   BLOCKS   the number of blocks that share a multiprocessor; it limits the registers of a thread
+//
+// FMA units compute float32 products, and tensor cores compute 16-bit products. Both keep a tile of float32 sums in the
+// same array of registers (Sums), so each kernel is written once.
 #pragma once
 #include "primitives.cuh"
 
 constexpr bool TENSOR_CORES = sizeof(Element) == 2;
-constexpr int CHUNK = 16 / sizeof(Element);  // elements of 16 bytes, which are copied and swizzled as one
+constexpr int CHUNK = 16 / sizeof(Element);  // elements in 16 bytes, the unit of copies and of the swizzle
 
-// ------------------------------------------------------------------------------------------------------------------------------ parameters
+// ---------------------------------------------------------------------------------------------------------- parameters
 
 // The sizes, the scale and the dropout of a call.
 struct Problem {
     int heads, kv_heads, queries, keys, dim;
-    float scale, magnitude, exponent_scale;  // |scale| and |scale| log2 e; for a scale of 0, 1 and log2 e, since SIGN makes every score 0
-    unsigned long long seed;  // dropout: the seed, the largest word that drops a weight, 1 / (1 - p)
-    unsigned last_dropped;
-    float kept_scale;
+    // The scale, |scale| and |scale| log2 e. If the scale is 0, the last two are 1 and log2 e, and SIGN zeroes all
+    // scores.
+    float scale, magnitude, exponent_scale;
+    unsigned long long seed;  // of the dropout mask
+    unsigned last_dropped;    // the largest word that drops a weight
+    float kept_scale;         // 1 / (1 - p)
 
     DEVICE int groups() const { return heads / kv_heads; }
 };
 
-// ------------------------------------------------------------------------------------------------------------------------ device memory
+// ------------------------------------------------------------------------------------------------------- device memory
 
-// A tensor [batch, heads, length, dim] that may lie anyhow: strides in elements.
+// A tensor [batch, heads, length, dim] with any strides. Strides are in elements.
 template <class T>
 struct View {
     Global<T> data;
     long long batch, head, row, column;
 };
 
-// One head of it, [rows, dim].
+// One head of a tensor, [rows, dim].
 template <class T>
 struct Head {
     Global<T> data;
@@ -51,10 +66,11 @@ DEVICE Head<T> head_of(const View<T>& view, int batch, int head, int rows, int d
     return {view.data + (batch * view.batch + head * view.head), view.row, view.column, rows, dim};
 }
 
-// ------------------------------------------------------------------------------------------------------------------------ shared memory
+// ------------------------------------------------------------------------------------------------------- shared memory
 
-// A tile [rows, COLUMNS] of shared memory, COLUMNS a power of two. Chunks of 16 bytes are permuted within their row by the row's number, so that the eight rows of a column that
-// ldmatrix reads, or the rows that the lanes of a warp read with read_four, lie in different banks.
+// A tile [rows, COLUMNS] of shared memory. COLUMNS is a power of two. Each row permutes its chunks of 16 bytes by its
+// row number. So the eight rows of a column that ldmatrix reads are in different banks, and so are the rows that the
+// lanes of a warp read with read_four.
 template <int COLUMNS>
 struct Tile {
     static constexpr int CHUNKS = COLUMNS / CHUNK;
@@ -66,15 +82,16 @@ struct Tile {
         const int swizzle = TENSOR_CORES ? row : row ^ (row >> 2);
         return start + row * COLUMNS + (number ^ (swizzle & (PERMUTED - 1))) * CHUNK;
     }
-    // The chunk `even` + `odd` of a row, for tensor cores: `even` an even number that the compiler knows, `odd` the lane's own 0 or 1.
+    // The address of chunk `even` + `odd` of a row, for tensor cores. `even` is an even number that is known at compile
+    // time, and `odd` is 0 or 1 and may differ between lanes.
     DEVICE Spot spot(int row, int odd) const { return spot_of(chunk(row, odd)); }
     static DEVICE Spot spot(Spot first, int even) { return flipped(first, 16 * even); }
-    static constexpr int ROW = COLUMNS * static_cast<int>(sizeof(Element));  // bytes
+    static constexpr int ROW = COLUMNS * static_cast<int>(sizeof(Element));  // bytes of a row
 
     DEVICE Element* at(int row, int column) const { return chunk(row, column / CHUNK) + column % CHUNK; }
 };
 
-// Two tiles of LENGTH rows: while one is computed with, the other is filled.
+// Two tiles [LENGTH, DIM]. While the block computes with one, copies fill the other.
 template <int LENGTH>
 struct Pair {
     Element* start;
@@ -82,7 +99,7 @@ struct Pair {
     DEVICE Tile<DIM> operator[](int which) const { return {start + which * LENGTH * DIM}; }
 };
 
-// Shared memory is handed out front to back.
+// Allocates the block's shared memory from front to back.
 struct Arena {
     char* next = shared_memory();
 
@@ -100,14 +117,19 @@ struct Arena {
     }
 };
 
-// Starts to copy LENGTH rows of a head into a tile, by the whole block; zeros past the last row and past the head dim, where memory is never read: what lies
-// there may be NaN, and 0 NaN is NaN. Rows that are not vectors are copied element by element, and 16-bit elements through registers, since no asynchronous copy
-// is so small: as many at once as leave room for the sums, so that they wait for memory together.
+// Starts to copy LENGTH rows of a head into a tile [LENGTH, DIM]. All threads of the block call it. The tile gets zeros
+// past the last row and past the head dim. Memory there is never read, because it may hold NaN, and 0 NaN is NaN.
+//
+// If rows are not vectors, each element is copied by itself. Elements of 16 bits pass through registers, because no
+// asynchronous copy is so small. Several of these reads wait for memory together. Their number leaves enough registers
+// for the sums.
 template <int LENGTH>
 DEVICE void copy_tile(Tile<DIM> to, const Head<const Element>& from, int first_row) {
-    constexpr int CHUNKS = Tile<DIM>::CHUNKS, AT_ONCE = 32 * WARPS / CHUNKS;  // rows that the block copies at once, a thread 16 bytes
+    // AT_ONCE: rows that the block copies in one turn, in which each thread copies 16 bytes.
+    constexpr int CHUNKS = Tile<DIM>::CHUNKS, AT_ONCE = 32 * WARPS / CHUNKS;
     constexpr int TURNS = LENGTH / AT_ONCE, TOGETHER = TENSOR_CORES && TURNS % 2 == 0 ? 2 : 1;
-    static_assert(AT_ONCE * CHUNKS == 32 * WARPS && LENGTH % AT_ONCE == 0, "a turn copies whole rows, and the last turn as many as the others");
+    static_assert(AT_ONCE * CHUNKS == 32 * WARPS && LENGTH % AT_ONCE == 0,
+                  "a turn copies whole rows, and the last turn as many as the others");
     const int thread = thread_index_again(), first = thread / CHUNKS, number = thread % CHUNKS, column = number * CHUNK;
     const long long jump = AT_ONCE * from.row;
     Global<const Element> at = from.at(first_row + first, column);
@@ -142,13 +164,14 @@ DEVICE void copy_tile(Tile<DIM> to, const Head<const Element>& from, int first_r
             UNROLL
             for (int t = 0; t < TOGETHER; ++t) {
                 UNROLL
-                for (int i = 0; i < CHUNK; ++i) write(to.chunk((turn + t) * AT_ONCE + first, number) + i, elements[t][i]);
+                for (int i = 0; i < CHUNK; ++i)
+                    write(to.chunk((turn + t) * AT_ONCE + first, number) + i, elements[t][i]);
             }
         }
     }
 }
 
-// Starts to copy LENGTH numbers, one for each row; 0 past the last row.
+// Starts to copy LENGTH float32 numbers, one for each row. Past the last row it writes 0.
 template <int LENGTH>
 DEVICE void copy_numbers(float* to, Global<const float> from, int first_row, int rows) {
     UNROLL
@@ -158,10 +181,12 @@ DEVICE void copy_numbers(float* to, Global<const float> from, int first_row, int
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------- registers
+// ----------------------------------------------------------------------------------------------------------- registers
 
-// A warp's float32 tile [HEIGHT, WIDTH], in the layout of mma's c: lane 4g + t holds of the rows 16m + g and 16m + g + 8 two neighbours in every 8 columns, at
-// 8n + 2t; in float32 four neighbours in every 16, at 16(n/2) + 4t + 2(n%2), so that they are read and written as one vector.
+// A warp's float32 tile [HEIGHT, WIDTH], in the layout of mma's c. Lane 4g + t holds elements of the rows 16m + g and
+// 16m + g + 8. With tensor cores it holds two neighbours in every 8 columns, from column 8n + 2t on. With float32
+// inputs it holds four neighbours in every 16 columns, from column 16(n/2) + 4t on, so that they are read and written
+// as one vector. at[m][n] holds two of them, from column 16(n/2) + 4t + 2(n%2) on.
 template <int HEIGHT, int WIDTH>
 struct Sums {
     static constexpr int M = HEIGHT / 16, N = WIDTH / 8;
@@ -173,7 +198,7 @@ struct Sums {
         const int t = lane_index() % 4;
         return TENSOR_CORES ? 8 * n + 2 * t + i % 2 : 16 * (n / 2) + 4 * t + 2 * (n % 2) + i % 2;
     }
-    // A lane's row of element i of at[m][n], among the HEIGHT / 8 rows of which it holds numbers.
+    // The index of the row of element i of at[m][n] among the lane's HEIGHT / 8 rows.
     static constexpr DEVICE int slot(int m, int i) { return 2 * m + i / 2; }
 
     DEVICE void clear() {
@@ -186,7 +211,7 @@ struct Sums {
             }
         }
     }
-    // Calls visit(number, m, n, i) for each.
+    // Calls visit(number, m, n, i) for each number.
     template <class Visit>
     DEVICE void each(Visit visit) {
         UNROLL
@@ -200,8 +225,9 @@ struct Sums {
     }
 };
 
-// A tile of sums rounded to the inputs' type, as the left operand of a product. In 16 bit, c's layout of two 16x8 tiles is a's of one 16x16: no lane needs
-// another's numbers. In float32 nothing is rounded.
+// A tile of sums as the left operand of a product, rounded to the inputs' type. With 16-bit inputs, the layout of two
+// 16x8 tiles of mma's c is the layout of one 16x16 tile of mma's a. So no lane needs the numbers of another lane. With
+// float32 inputs nothing is rounded.
 template <int HEIGHT, int WIDTH>
 struct Weights {
     Registers<unsigned, 4> at[TENSOR_CORES ? WIDTH / 16 : 1][HEIGHT / 16];
@@ -224,15 +250,16 @@ struct Weights {
     }
 };
 
-// What dropout drew for a lane's numbers of a tile, a bit for each. It is drawn apart from the tile's products, four numbers in a turn of a loop that stays one:
-// unrolled among the sums, Philox would not fit the registers, and would take longer to compile than all the rest.
+// The dropout mask of a lane's numbers of a tile, with one bit for each number. It is drawn separately from the
+// products of the tile, in a loop that is not unrolled and that draws four numbers in each turn. An unrolled Philox
+// beside the sums would not fit in the registers, and it would take longer to compile than the rest of the kernel.
 template <int HEIGHT, int WIDTH>
 struct Drawn {
     using Numbers = Sums<HEIGHT, WIDTH>;
     static constexpr int TILES = Numbers::M * Numbers::N, WORDS = (TILES + 7) / 8;
     Registers<unsigned, WORDS> dropped;
 
-    // Calls keeps(row, column) for each.
+    // Calls keeps(row, column) for each number.
     template <class Keeps>
     DEVICE void draw(Keeps keeps) {
         UNROLL
@@ -254,8 +281,8 @@ struct Drawn {
     }
 };
 
-// HEIGHT rows of a tile of shared memory, from `first_row` on, as the left operand of a product. HELD: the tensor cores' fragments are read once and stay in
-// registers.
+// HEIGHT rows of a tile of shared memory, from `first_row` on, as the left operand of a product. If HELD, the fragments
+// for the tensor cores are read once, by `hold`, and stay in registers.
 template <int HEIGHT, bool HELD>
 struct Operand {
     Tile<DIM> tile;
@@ -265,7 +292,8 @@ struct Operand {
     DEVICE Operand(Tile<DIM> tile, int first_row) : tile(tile), first_row(first_row) {}
     DEVICE Registers<unsigned, 4> read_fragment(int k, int m) const {
         Registers<unsigned, 4> fragment;
-        ldmatrix(fragment, tile.spot(tile.spot(first_row + lane_index() % 16, lane_index() / 16), 2 * k) + 16 * m * tile.ROW);
+        ldmatrix(fragment,
+                 tile.spot(tile.spot(first_row + lane_index() % 16, lane_index() / 16), 2 * k) + 16 * m * tile.ROW);
         return fragment;
     }
     DEVICE void hold() {
@@ -285,9 +313,10 @@ struct Operand {
     }
 };
 
-// ----------------------------------------------------------------------------------------------------------------------------- products
+// ------------------------------------------------------------------------------------------------------------ products
 
-// sums[r, c] += sum_d left[r, d] right[c, d]: rows by rows, as in Q K^T. left [HEIGHT, DIM], right [WIDTH, DIM].
+// Rows by rows, as in Q K^T: sums[r, c] += sum_d left[r, d] right[c, d]. left is [HEIGHT, DIM], right is [WIDTH, DIM],
+// and sums is [HEIGHT, WIDTH].
 template <int HEIGHT, int WIDTH, bool HELD>
 DEVICE void rows_by_rows(Sums<HEIGHT, WIDTH>& sums, const Operand<HEIGHT, HELD>& left, Tile<DIM> right) {
     constexpr int M = HEIGHT / 16;
@@ -302,7 +331,8 @@ DEVICE void rows_by_rows(Sums<HEIGHT, WIDTH>& sums, const Operand<HEIGHT, HELD>&
             const Spot spot = right.spot(first, 2 * k);
             UNROLL
             for (int n = 0; n < WIDTH / 16; ++n) {
-                Registers<unsigned, 4> b;  // of the rows 16n and of 16n + 8: d = 16k.., d = 16k + 8..
+                // Rows 16n.. at d = 16k.. and d = 16k + 8.., then rows 16n + 8.. at the same d.
+                Registers<unsigned, 4> b;
                 ldmatrix(b, spot + 16 * n * right.ROW);
                 UNROLL
                 for (int m = 0; m < M; ++m) {
@@ -316,7 +346,8 @@ DEVICE void rows_by_rows(Sums<HEIGHT, WIDTH>& sums, const Operand<HEIGHT, HELD>&
         for (int d = 0; d < DIM / 4; ++d) {
             float4 a[2 * M];
             UNROLL
-            for (int r = 0; r < 2 * M; ++r) a[r] = read_four(left.tile.chunk(left.first_row + 16 * (r / 2) + lane / 4 + 8 * (r % 2), d));
+            for (int r = 0; r < 2 * M; ++r)
+                a[r] = read_four(left.tile.chunk(left.first_row + 16 * (r / 2) + lane / 4 + 8 * (r % 2), d));
             UNROLL
             for (int n = 0; n < WIDTH / 8; ++n) {
                 UNROLL
@@ -336,10 +367,11 @@ DEVICE void rows_by_rows(Sums<HEIGHT, WIDTH>& sums, const Operand<HEIGHT, HELD>&
     }
 }
 
-// A step of the products below in float32: sums[r, c] += left[r] right[c], with one row of the right operand, from `first_column` on. left: one number for each of
-// the lane's rows.
+// One step of the two products below, in float32: sums[r, c] += left[r] right[row, first_column + c]. left holds one
+// number for each of the lane's rows.
 template <int HEIGHT, int WIDTH, int COLUMNS>
-DEVICE void add_outer(Sums<HEIGHT, WIDTH>& sums, const Registers<float, HEIGHT / 8>& left, Tile<COLUMNS> right, int row, int first_column) {
+DEVICE void add_outer(Sums<HEIGHT, WIDTH>& sums, const Registers<float, HEIGHT / 8>& left, Tile<COLUMNS> right, int row,
+                      int first_column) {
     UNROLL
     for (int c = 0; c < WIDTH / 16; ++c) {
         const float4 b = read_four(right.chunk(row, first_column / 4 + 4 * c + lane_index() % 4));
@@ -355,13 +387,15 @@ DEVICE void add_outer(Sums<HEIGHT, WIDTH>& sums, const Registers<float, HEIGHT /
     }
 }
 
-// A step of them on tensor cores: 16 rows of the right operand, from `row` on.
+// One step of the two products below, on tensor cores. It takes 16 rows of the right operand, from `row` on.
 template <int HEIGHT, int WIDTH, int COLUMNS>
-DEVICE void add_sixteen(Sums<HEIGHT, WIDTH>& sums, const Registers<unsigned, 4> (&a)[HEIGHT / 16], Tile<COLUMNS> right, int row, int first_column) {
+DEVICE void add_sixteen(Sums<HEIGHT, WIDTH>& sums, const Registers<unsigned, 4> (&a)[HEIGHT / 16], Tile<COLUMNS> right,
+                        int row, int first_column) {
     const Spot first = right.spot(row + lane_index() % 16, lane_index() / 16);
     UNROLL
     for (int n = 0; n < WIDTH / 16; ++n) {
-        Registers<unsigned, 4> b;  // of the columns 16n and of 16n + 8: rows from `row`, rows from `row` + 8
+        // Columns 16n.. at rows from `row` and from `row` + 8, then columns 16n + 8.. at the same rows.
+        Registers<unsigned, 4> b;
         ldmatrix_transposed(b, right.spot(first, first_column / 8 + 2 * n));
         UNROLL
         for (int m = 0; m < HEIGHT / 16; ++m) {
@@ -371,22 +405,25 @@ DEVICE void add_sixteen(Sums<HEIGHT, WIDTH>& sums, const Registers<unsigned, 4> 
     }
 }
 
-// sums[r, c] += sum_k left[r, k] right[k, first_column + c]: rows by columns, as in P V. left [HEIGHT, LENGTH] in registers, right [LENGTH, DIM].
+// Rows by columns, as in P V: sums[r, c] += sum_k left[r, k] right[k, first_column + c]. left is [HEIGHT, LENGTH] in
+// registers, right is [LENGTH, DIM], and sums is [HEIGHT, WIDTH].
 template <int HEIGHT, int WIDTH, int LENGTH>
-DEVICE void rows_by_columns(Sums<HEIGHT, WIDTH>& sums, const Weights<HEIGHT, LENGTH>& left, Tile<DIM> right, int first_column = 0) {
+DEVICE void rows_by_columns(Sums<HEIGHT, WIDTH>& sums, const Weights<HEIGHT, LENGTH>& left, Tile<DIM> right,
+                            int first_column = 0) {
     UNROLL
     for (int k = 0; k < LENGTH / 16; ++k) {
         if constexpr (TENSOR_CORES) {
             add_sixteen(sums, left.at[k], right, 16 * k, first_column);
         } else {
             ROLLED
-            for (int t = 0; t < 4; ++t) {  // the lane of the quad that holds the columns 16k + 4t to 16k + 4t + 3 of left
+            for (int t = 0; t < 4; ++t) {  // lane t of the quad holds columns 16k + 4t to 16k + 4t + 3 of left
                 UNROLL
                 for (int j = 0; j < 4; ++j) {
                     Registers<float, HEIGHT / 8> a;
                     UNROLL
                     for (int r = 0; r < HEIGHT / 8; ++r)
-                        a[r] = from_lane(left.exact.at[r / 2][2 * k + j / 2][2 * (r % 2) + j % 2], lane_index() / 4 * 4 + t);
+                        a[r] = from_lane(left.exact.at[r / 2][2 * k + j / 2][2 * (r % 2) + j % 2],
+                                         lane_index() / 4 * 4 + t);
                     add_outer(sums, a, right, 16 * k + 4 * t + j, first_column);
                 }
             }
@@ -394,9 +431,11 @@ DEVICE void rows_by_columns(Sums<HEIGHT, WIDTH>& sums, const Weights<HEIGHT, LEN
     }
 }
 
-// sums[r, c] += sum_k left[k, first_row + r] right[k, c]: columns by columns, as in P^T dO where P lies in shared memory. left [LENGTH, COLUMNS], right [LENGTH, DIM].
+// Columns by columns, as in P^T dO with P in shared memory: sums[r, c] += sum_k left[k, first_row + r]
+// right[k, first_column + c]. left is [LENGTH, COLUMNS], right is [LENGTH, DIM], and sums is [HEIGHT, WIDTH].
 template <int LENGTH, int HEIGHT, int WIDTH, int COLUMNS>
-DEVICE void columns_by_columns(Sums<HEIGHT, WIDTH>& sums, Tile<COLUMNS> left, int first_row, Tile<DIM> right, int first_column = 0) {
+DEVICE void columns_by_columns(Sums<HEIGHT, WIDTH>& sums, Tile<COLUMNS> left, int first_row, Tile<DIM> right,
+                               int first_column = 0) {
     const int lane = lane_index();
     if constexpr (TENSOR_CORES) {
         const Spot first = left.spot(lane / 16 * 8 + lane % 8, lane / 8 % 2);
@@ -404,7 +443,8 @@ DEVICE void columns_by_columns(Sums<HEIGHT, WIDTH>& sums, Tile<COLUMNS> left, in
         for (int k = 0; k < LENGTH / 16; ++k) {
             Registers<unsigned, 4> a[HEIGHT / 16];
             UNROLL
-            for (int m = 0; m < HEIGHT / 16; ++m) ldmatrix_transposed(a[m], left.spot(first, (first_row + 16 * m) / 8) + 16 * k * left.ROW);
+            for (int m = 0; m < HEIGHT / 16; ++m)
+                ldmatrix_transposed(a[m], left.spot(first, (first_row + 16 * m) / 8) + 16 * k * left.ROW);
             add_sixteen(sums, a, right, 16 * k, first_column);
         }
     } else {
@@ -412,21 +452,25 @@ DEVICE void columns_by_columns(Sums<HEIGHT, WIDTH>& sums, Tile<COLUMNS> left, in
         for (int k = 0; k < LENGTH; ++k) {
             Registers<float, HEIGHT / 8> a;
             UNROLL
-            for (int r = 0; r < HEIGHT / 8; ++r) a[r] = read(left.at(k, first_row + 16 * (r / 2) + lane / 4 + 8 * (r % 2)));
+            for (int r = 0; r < HEIGHT / 8; ++r)
+                a[r] = read(left.at(k, first_row + 16 * (r / 2) + lane / 4 + 8 * (r % 2)));
             add_outer(sums, a, right, k, first_column);
         }
     }
 }
 
-// ------------------------------------------------------------------------------------------------------------------------------- results
+// ------------------------------------------------------------------------------------------------------------- results
 
-// A product of rows with the scale's sign, exactly. The row maximum of what comes out is the row maximum of the scores.
+// The product of two rows, times the sign of the scale. The multiplication is exact. So the largest result in a row
+// belongs to the row's largest score, also if the scale is negative.
 DEVICE float with_sign(float product) { return SIGN == 1 ? product : SIGN == 0 ? 0.0f : -product; }
 
-// Rounds factors sums to the tensor's type and stores what of it lies inside the tensor: the rows from first_row on, the columns from first_column on.
-// factors: one for each of the lane's rows. The tensor is contiguous.
+// Multiplies each row of the sums by its factor, rounds it to the tensor's type and stores it. The sums go to the rows
+// from first_row on and to the columns from first_column on. Elements outside the tensor are not stored. factors holds
+// one number for each of the lane's rows. The tensor is contiguous.
 template <int HEIGHT, int WIDTH, class T>
-DEVICE void store_rows(const Head<T>& to, const Sums<HEIGHT, WIDTH>& sums, const Registers<float, HEIGHT / 8>& factors, int first_row, int first_column = 0) {
+DEVICE void store_rows(const Head<T>& to, const Sums<HEIGHT, WIDTH>& sums, const Registers<float, HEIGHT / 8>& factors,
+                       int first_row, int first_column = 0) {
     UNROLL
     for (int r = 0; r < HEIGHT / 8; ++r) {
         const int i = 2 * (r % 2), row = first_row + sums.row(r / 2, i);
@@ -436,7 +480,7 @@ DEVICE void store_rows(const Head<T>& to, const Sums<HEIGHT, WIDTH>& sums, const
         for (int n = 0; n < WIDTH / 8; ++n) {
             const int column = sums.column(n, i);
             const float low = factors[r] * sums.at[r / 2][n][i], high = factors[r] * sums.at[r / 2][n][i + 1];
-            if (VECTOR) {  // rows begin at a multiple of 16 bytes
+            if (VECTOR) {  // a row starts at a multiple of 16 bytes
                 if (first_column + column < to.dim) write_two(start + column, low, high);
             } else {
                 if (first_column + column < to.dim) start[column] = rounded<T>(low);
@@ -446,7 +490,7 @@ DEVICE void store_rows(const Head<T>& to, const Sums<HEIGHT, WIDTH>& sums, const
     }
 }
 
-// One factor for all rows.
+// The same factor for all rows.
 template <int N>
 DEVICE Registers<float, N> all(float factor) {
     Registers<float, N> factors;

@@ -1,24 +1,33 @@
-// The CPU twin of primitives.cuh: a block of threads played by one core, so that a kernel's own source runs where there is no GPU.
+// The CPU twin of primitives.cuh. One core of a CPU runs all threads of a block, so that the source of a kernel also
+// runs on a machine without a GPU.
 //
-// Each thread of a block is a fiber: a stack of its own, and a switch that saves the registers which a call preserves. A fiber runs until it meets the other
-// lanes of its warp, in a shuffle, ldmatrix or mma, where the last lane to come computes for all; or the other warps, at a barrier. Lanes take turns in order, so
-// a meeting costs 32 switches of a few nanoseconds. Warps take turns between barriers, forwards and backwards by turns.
+// Each thread of a block is a fiber. A fiber has a stack of its own. A switch to another fiber saves the registers that
+// a function call preserves. A fiber runs until it reaches a meeting of its warp's lanes (a shuffle, ldmatrix or mma)
+// or a barrier. At a meeting, the last lane to arrive computes for all lanes. The lanes of a warp run in order, so a
+// meeting costs 32 switches of a few nanoseconds each. Between barriers the warps run one after another. Their order
+// reverses at each barrier.
 //
-// It is stricter than a GPU. What a kernel does wrong here ends it with an error that names block and thread:
-//   - a read or write outside the tensors of the launch, outside the block's shared memory, outside a set of registers, or not aligned;
-//   - lanes of a warp that are not at the same meeting, of the same line; a barrier that not every thread reaches, or warps at barriers of two lines;
-//   - two warps at the same 16 bytes of shared memory between two barriers, one of them writing: a race;
-//   - a read, a write or another copy where an asynchronous copy is on its way and has not been waited for.
-// Shared memory and registers hold NaN until they are written. A local variable that may be read before it is set is an error of the compilation (launching.py),
-// as far as the host's compiler sees it.
+// The twin is stricter than a GPU. The following faults end a kernel with an error that names block and thread:
+//   - an access outside the tensors of the launch, outside the block's shared memory or outside a set of registers, or
+//     an access that is not aligned;
+//   - lanes of a warp that are at different meetings, or at meetings of different source lines;
+//   - a barrier that not all threads reach, or warps that wait at barriers of different source lines;
+//   - a race: two warps access the same 16 bytes of shared memory between two barriers, and one of them writes;
+//   - a read, a write or another copy at a place of shared memory to which an asynchronous copy is on its way, before
+//     its thread has waited for it.
+// Shared memory and registers hold NaN until they are written. A local variable that may be read before it is set is a
+// compilation error (launching.py), if the host's compiler detects it.
 //
-// What it does not see, and compute-sanitizer may on a GPU:
+// The twin does not detect the following faults. On a GPU, compute-sanitizer may detect them:
 //   - races on device memory, between blocks or between warps, and results that no thread writes;
-//   - lanes of one warp that pass numbers through shared memory without a meeting in between: here a warp's lanes run in order up to the next one;
-//   - memory reached through a plain pointer or array, and not by read, write, copies, ldmatrix, Global or Registers;
-//   - lanes that part and meet again at one line of the source, as in a function that both sides call.
+//   - lanes of one warp that pass numbers through shared memory without a meeting in between, because the lanes of a
+//     warp run in order up to the next meeting;
+//   - accesses to memory through a plain pointer or array instead of read, write, copies, ldmatrix, Global or
+//     Registers;
+//   - lanes that diverge and then meet at the same source line, as in a function that both branches call.
 //
-// What is compile-time on a GPU and would only multiply compilations here is a variable: CAUSAL, DROPOUT, VECTOR, SIGN.
+// CAUSAL, DROPOUT, VECTOR and SIGN are constants of the compilation on a GPU. Here they are variables, because as
+// constants they would only multiply the number of compilations.
 #pragma once
 #include <cmath>
 #include <cstdarg>
@@ -35,8 +44,10 @@
 #define KERNEL(name) static void name
 #define UNROLL
 #define ROLLED
-#define EXPORT(name)                                                                                                  \
-    extern "C" const char* name##_launch(void** parameters, const twin::Launch* launch) { return twin::run(name, parameters, *launch); } \
+#define EXPORT(name)                                                                      \
+    extern "C" const char* name##_launch(void** parameters, const twin::Launch* launch) { \
+        return twin::run(name, parameters, *launch);                                      \
+    }                                                                                     \
     extern "C" int name##_sizes(int* sizes) { return twin::sizes_of(name, sizes); }
 
 extern "C" {
@@ -51,7 +62,7 @@ namespace twin {
 
 constexpr int LANES = 32, MAX_WARPS = 32, STACK = 128 * 1024;
 
-// ------------------------------------------------------------------------------------------------------------------------------- fibers
+// -------------------------------------------------------------------------------------------------------------- fibers
 
 #if defined(__x86_64__)
 struct Context {
@@ -82,7 +93,7 @@ flashproof_switch:
 )");
 inline void switch_context(Context& from, Context& to) { flashproof_switch(&from.stack, to.stack); }
 inline void prepare(Context& context, char* stack, void (*entry)()) {
-    void** top = reinterpret_cast<void**>(stack + STACK) - 2;  // a function is entered 8 bytes past a multiple of 16
+    void** top = reinterpret_cast<void**>(stack + STACK) - 2;  // on entry to a function, rsp % 16 is 8
     *top = reinterpret_cast<void*>(entry);
     context.stack = top - 6;
 }
@@ -128,7 +139,7 @@ inline void switch_context(Context& from, Context& to) { flashproof_switch(&from
 inline void prepare(Context& context, char* stack, void (*entry)()) {
     void** top = reinterpret_cast<void**>(stack + STACK) - 20;
     memset(top, 0, 160);
-    top[11] = reinterpret_cast<void*>(entry);  // x30, where ret goes
+    top[11] = reinterpret_cast<void*>(entry);  // x30, the address to which ret jumps
     context.stack = top;
 }
 #else
@@ -143,7 +154,7 @@ inline void prepare(Context& context, char* stack, void (*entry)()) {
 }
 #endif
 
-// ------------------------------------------------------------------------------------------------------------------------------ machine
+// ------------------------------------------------------------------------------------------------------------- machine
 
 struct Buffer {
     const char *start, *end;
@@ -165,14 +176,14 @@ struct Warp {
     Context lanes[LANES];
     const void* slots[LANES];  // what each lane brings to a meeting
     const char* meeting;
-    int line, arrived, lane;  // the meeting's line of the source; the lanes that are there; the lane whose turn it is
+    int line, arrived, lane;  // source line of the meeting; number of lanes that have arrived; the lane that runs
     bool waiting, ended;
 };
 
-struct Access {  // of 16 bytes of shared memory, since which barrier and by which warp
-    int written, read;
-    short writer, reader;  // reader: -1 for several
-    unsigned char settled;  // a bit for each 4 bytes that no copy is on its way to
+struct Access {             // the last accesses to 16 bytes of shared memory
+    int written, read;      // phases of the last write and the last read: the number of barriers before it
+    short writer, reader;   // the warps of these accesses; reader is -1 for several warps
+    unsigned char settled;  // one bit for each 4 bytes, set if no copy to them is on its way
 };
 
 struct Machine {
@@ -205,7 +216,7 @@ inline int thread() { return machine.warp * LANES + machine.warps[machine.warp].
 
 inline Context& current() { return machine.warps[machine.warp].lanes[machine.warps[machine.warp].lane]; }
 
-// The next warp that can run takes its turn; home, when all have ended.
+// Switches to the next warp that can run. If all warps have ended, it switches to `home`.
 inline void next_warp(Context& from) {
     for (int i = 0; i < machine.warp_count; ++i) {
         machine.warp = (machine.warp + machine.step + machine.warp_count) % machine.warp_count;
@@ -215,12 +226,14 @@ inline void next_warp(Context& from) {
             return;
         }
     }
-    if (machine.waiting) fail("%d of %d warps wait at a barrier that the others never reach", machine.waiting, machine.warp_count);
+    if (machine.waiting)
+        fail("%d of %d warps wait at a barrier that the others never reach", machine.waiting, machine.warp_count);
     switch_context(from, machine.home);
 }
 
-// Every lane of the warp comes here with something, and the last to come does what is to be done for all. A lane that is not the last leaves the others the core.
-// The line is that of the call in the source: copies of it that the compiler makes are one meeting.
+// A meeting of the lanes of a warp. Each lane brings an argument. The last lane to arrive calls `complete` for all
+// lanes. Each other lane switches to the next lane. `line` is the source line of the call. If the compiler duplicates
+// the call, the copies are still one meeting.
 template <class Complete>
 inline void meet(const char* meeting, int line, const void* brought, Complete complete) {
     Warp& warp = machine.warps[machine.warp];
@@ -242,16 +255,19 @@ inline void meet(const char* meeting, int line, const void* brought, Complete co
     switch_context(warp.lanes[lane], warp.lanes[warp.lane]);
 }
 
-// One string object for each meeting, compared by address.
-inline constexpr char BARRIER[] = "barrier", END[] = "the kernel's end", SHUFFLE[] = "shuffle", LDMATRIX[] = "ldmatrix", MMA[] = "mma";
+// The kinds of meetings. Each is one string object, and comparisons are by address.
+inline constexpr char BARRIER[] = "barrier", END[] = "the kernel's end", SHUFFLE[] = "shuffle", LDMATRIX[] = "ldmatrix",
+                      MMA[] = "mma";
 
 inline void barrier(int line) {
     meet(BARRIER, line, nullptr, [](Warp& warp) {
-        if (machine.ended) fail("a barrier that %d of %d warps have not reached: they have ended", machine.ended, machine.warp_count);
+        if (machine.ended)
+            fail("a barrier that %d of %d warps have not reached: they have ended", machine.ended, machine.warp_count);
         if (machine.waiting == 0)
             machine.barrier_line = warp.line;
         else if (machine.barrier_line != warp.line)
-            fail("at the barrier of line %d, where other warps wait at that of line %d", warp.line, machine.barrier_line);
+            fail("at the barrier of line %d, where other warps wait at that of line %d", warp.line,
+                 machine.barrier_line);
         warp.waiting = true;
         if (++machine.waiting == machine.warp_count) {
             for (int i = 0; i < machine.warp_count; ++i) machine.warps[i].waiting = false;
@@ -273,11 +289,12 @@ inline void thread_main() {
     __builtin_unreachable();
 }
 
-// ------------------------------------------------------------------------------------------------------------------------------- memory
+// -------------------------------------------------------------------------------------------------------------- memory
 
 inline void check_global(const void* pointer, int bytes) {
     const char *first = static_cast<const char*>(pointer), *last = first + bytes;
-    if (reinterpret_cast<uintptr_t>(pointer) % bytes) fail("%d bytes of device memory at %p: not aligned", bytes, pointer);
+    if (reinterpret_cast<uintptr_t>(pointer) % bytes)
+        fail("%d bytes of device memory at %p: not aligned", bytes, pointer);
     if (first >= machine.last.start && last <= machine.last.end) return;
     for (int i = 0; i < machine.launch.buffer_count; ++i) {
         const Buffer& buffer = machine.launch.buffers[i];
@@ -297,31 +314,37 @@ inline Access& check_shared(const void* pointer, int bytes) {
     if (offset % bytes) fail("%d bytes at offset %ld of shared memory: not aligned", bytes, offset);
     return machine.accesses[offset / 16];
 }
-// The bits of `settled` that stand for some bytes.
-inline int words_of(const void* pointer, int bytes) { return ((1 << (bytes + 3) / 4) - 1) << offset_of(pointer) % 16 / 4; }
+// The bits of `settled` for the `bytes` bytes at `pointer`.
+inline int words_of(const void* pointer, int bytes) {
+    return ((1 << (bytes + 3) / 4) - 1) << offset_of(pointer) % 16 / 4;
+}
 inline void check_settled(const Access& access, const void* pointer, int bytes) {
     if (access.settled != 0xff && ~access.settled & words_of(pointer, bytes))
-        fail("offset %ld of shared memory, to which a copy is on its way that nobody has waited for", offset_of(pointer));
+        fail("offset %ld of shared memory, to which a copy is on its way that nobody has waited for",
+             offset_of(pointer));
 }
 inline void reading(const void* pointer, int bytes, int warp) {
     Access& access = check_shared(pointer, bytes);
     if (access.written == machine.phase && access.writer != warp)
-        fail("reads offset %ld of shared memory, which warp %d wrote since the last barrier", offset_of(pointer), access.writer);
+        fail("reads offset %ld of shared memory, which warp %d wrote since the last barrier", offset_of(pointer),
+             access.writer);
     check_settled(access, pointer, bytes);
     access.reader = access.read == machine.phase && access.reader != warp ? -1 : warp;
     access.read = machine.phase;
 }
 inline Access& writing(const void* pointer, int bytes, int warp) {
     Access& access = check_shared(pointer, bytes);
-    if ((access.written == machine.phase && access.writer != warp) || (access.read == machine.phase && access.reader != warp))
-        fail("writes offset %ld of shared memory, where another warp wrote or read since the last barrier", offset_of(pointer));
+    if ((access.written == machine.phase && access.writer != warp) ||
+        (access.read == machine.phase && access.reader != warp))
+        fail("writes offset %ld of shared memory, where another warp wrote or read since the last barrier",
+             offset_of(pointer));
     check_settled(access, pointer, bytes);
     access.writer = warp;
     access.written = machine.phase;
     return access;
 }
 
-// ------------------------------------------------------------------------------------------------------------------------------- launch
+// -------------------------------------------------------------------------------------------------------------- launch
 
 template <class... Parameters>
 struct Body {
@@ -336,7 +359,7 @@ void (*Body<Parameters...>::kernel)(Parameters...);
 template <class... Parameters>
 void** Body<Parameters...>::parameters;
 
-// Bytes of each of a kernel's parameters; answers how many there are.
+// Writes the size of each of a kernel's parameters in bytes, and returns their number.
 template <class... Parameters>
 int sizes_of(void (*)(Parameters...), int* sizes) {
     const int all[] = {static_cast<int>(sizeof(Parameters))...};
@@ -344,7 +367,7 @@ int sizes_of(void (*)(Parameters...), int* sizes) {
     return sizeof...(Parameters);
 }
 
-// Runs the blocks one after the other. Answers an error, or null.
+// Runs the blocks one after another. Returns an error message, or null.
 template <class... Parameters>
 const char* run(void (*kernel)(Parameters...), void** parameters, const Launch& launch) {
     Body<Parameters...>::kernel = kernel;
@@ -394,9 +417,9 @@ inline unsigned bits_of(float x) {
 
 }  // namespace twin
 
-// ----------------------------------------------------------------------------------------------------------------------- as in primitives.cuh
+// ------------------------------------------------------------------------------------------------ as in primitives.cuh
 
-// A pointer into device memory that may be followed only inside a tensor of the launch.
+// A pointer to device memory. It checks that each access is inside a tensor of the launch.
 template <class T>
 struct Global {
     T* pointer;
@@ -449,7 +472,8 @@ inline float to_float(float x) { return x; }
 inline float to_float(bfloat16 x) { return twin::from_bits<float>(unsigned(x.bits) << 16); }
 inline float to_float(half x) {
     const unsigned magnitude = (x.bits & 0x7fffu) << 13, sign = (x.bits & 0x8000u) << 16;
-    const unsigned scaled = twin::bits_of(twin::from_bits<float>(magnitude) * 0x1p112f);  // exact, subnormal numbers too
+    // The product is exact, also for subnormal numbers.
+    const unsigned scaled = twin::bits_of(twin::from_bits<float>(magnitude) * 0x1p112f);
     return twin::from_bits<float>(sign | (magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : scaled));
 }
 
@@ -471,7 +495,7 @@ inline half rounded<half>(float x) {
         result = 0x7fffu;
     else if (magnitude >= 0x47800000u)  // 2^16
         result = 0x7c00u;
-    else if (magnitude < 0x38800000u)  // 2^-14: the sum with 1/2 has float16's smallest number as its last place
+    else if (magnitude < 0x38800000u)  // 2^-14: the last place of the sum with 1/2 is float16's smallest number
         result = twin::bits_of(twin::from_bits<float>(magnitude) + 0.5f) - 0x3f000000u;
     else
         result = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1)) >> 13;
@@ -488,7 +512,8 @@ inline void write_two(Global<T> to, float low, float high) {
 }
 
 inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-inline float maximum_of(float a, float b) { return a > b || b != b ? a : b; }  // as fmaxf: a number beats NaN
+// As fmaxf: if one of the two numbers is NaN, the result is the other one.
+inline float maximum_of(float a, float b) { return a > b || b != b ? a : b; }
 inline float magnitude_of(float x) { return fabsf(x); }
 inline float exp2_of(float x) { return exp2f(x); }
 inline float log_of(float x) { return logf(x); }
@@ -539,7 +564,9 @@ inline float from_lane(float value, int lane, int line = __builtin_LINE()) {
     });
     return mine.result;
 }
-inline float from_lane_xor(float value, int mask, int line = __builtin_LINE()) { return from_lane(value, (thread_index() % 32) ^ mask, line); }
+inline float from_lane_xor(float value, int mask, int line = __builtin_LINE()) {
+    return from_lane(value, (thread_index() % 32) ^ mask, line);
+}
 
 namespace twin {
 struct Ldmatrix {
@@ -564,8 +591,12 @@ inline void ldmatrix(Registers<unsigned, 4>& to, Spot row, int line) {
     });
 }
 }  // namespace twin
-inline void ldmatrix(Registers<unsigned, 4>& to, Spot row, int line = __builtin_LINE()) { twin::ldmatrix<false>(to, row, line); }
-inline void ldmatrix_transposed(Registers<unsigned, 4>& to, Spot row, int line = __builtin_LINE()) { twin::ldmatrix<true>(to, row, line); }
+inline void ldmatrix(Registers<unsigned, 4>& to, Spot row, int line = __builtin_LINE()) {
+    twin::ldmatrix<false>(to, row, line);
+}
+inline void ldmatrix_transposed(Registers<unsigned, 4>& to, Spot row, int line = __builtin_LINE()) {
+    twin::ldmatrix<true>(to, row, line);
+}
 
 namespace twin {
 struct Mma {
@@ -575,9 +606,10 @@ struct Mma {
 };
 typedef float Eight __attribute__((vector_size(32)));
 }  // namespace twin
-// Products of two 16-bit numbers are exact in float32; the sum over k is taken in order.
+// Products of two 16-bit numbers are exact in float32. The sum over k is computed in order.
 template <class T>
-inline void mma(Registers<float, 4>& c, const Registers<unsigned, 4>& a, unsigned b0, unsigned b1, int line = __builtin_LINE()) {
+inline void mma(Registers<float, 4>& c, const Registers<unsigned, 4>& a, unsigned b0, unsigned b1,
+                int line = __builtin_LINE()) {
     const twin::Mma mine{c.at, a.at, b0, b1};
     twin::meet(twin::MMA, line, &mine, [](twin::Warp& warp) {
         alignas(32) unsigned short a[16][16], b[16][8];
