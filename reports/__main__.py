@@ -1,4 +1,4 @@
-"""`python -m flashproof.reports RECORDS... -o DIR`: merges the records of several runs or machines into one site."""
+"""`python -m flashproof.reports RECORDS... -o DIR` merges the records of several runs or machines into one site."""
 
 import argparse
 import sys
@@ -9,7 +9,11 @@ PROGRAM = "python -m flashproof.reports"
 
 
 def merge(records: Sequence[Path], output: Path, program: str = PROGRAM) -> int:
-    """Writes the site and prints where. Returns the exit status: 0, or 2 with a line on stderr that names the file at fault."""
+    """Writes the site and prints the path of its index.
+
+    Returns the exit status. It is 0, or 2 after a line on stderr that says what is wrong: with which file, or which
+    package is not installed.
+    """
     if output.exists() and not output.is_dir():
         return _fail(program, f"--output {output}: is a file; give a directory")
     try:
@@ -25,7 +29,10 @@ def merge(records: Sequence[Path], output: Path, program: str = PROGRAM) -> int:
 
 
 def files_of(places: Sequence[Path]) -> list[Path]:
-    """The record files among files and folders: of a folder, all below it. Raises ValueError for one that holds none."""
+    """The given files, and every record file below the given folders.
+
+    Raises ValueError for a folder that holds no record files.
+    """
     found: list[Path] = []
     for place in places:
         inside = [path for path in sorted(place.rglob("*")) if path.name.endswith((".jsonl", ".jsonl.gz"))]
@@ -36,7 +43,7 @@ def files_of(places: Sequence[Path]) -> list[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the command line, and merges."""
+    """Reads the command line and merges. Returns the exit status of `merge`."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Makes one HTML report of the records of one or several runs. It opens offline and needs no GPU.",

@@ -1,7 +1,7 @@
-"""`python -m flashproof.reports.difference BEFORE AFTER`: what two runs judged differently.
+"""`python -m flashproof.reports.difference BEFORE AFTER` prints what two runs judged differently.
 
-It compares the same checks and cases by their verdict and rho. Exit status 1 if a verdict became worse, or if something
-that was judged before is not judged any more.
+It compares the verdict and the rho of the same checks and cases. The exit status is 1 if a verdict became worse, or if
+something that was judged before is not judged any more.
 """
 
 import argparse
@@ -15,8 +15,8 @@ from flashproof.reports.evidence import size, worst_rho
 from flashproof.reports.record import Judgement, read
 
 Key = tuple[str, str, str, str, str, str]
-ORDER = ("passed", "refused", "known defect", "failed")  # worse and worse
-SHOWN = 20  # lines of each kind
+ORDER = ("passed", "refused", "known defect", "failed")  # from best to worst
+SHOWN = 20  # at most this many lines of each kind are printed
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Difference:
     """What changed from one run to the other."""
 
     both: int  # judged in both runs
-    lost: list[Judgement]  # of the first run alone
-    new: list[Judgement]  # of the second run alone
-    worse: list[tuple[Judgement, Judgement]]  # verdicts
-    better: list[tuple[Judgement, Judgement]]
-    moved: list[tuple[Judgement, Judgement]]  # the same verdict with a rho that reads differently
+    lost: list[Judgement]  # judged in the first run only
+    new: list[Judgement]  # judged in the second run only
+    worse: list[tuple[Judgement, Judgement]]  # the verdict became worse
+    better: list[tuple[Judgement, Judgement]]  # the verdict became better
+    moved: list[tuple[Judgement, Judgement]]  # the same verdict, and a rho that prints differently
 
     @property
     def is_worse(self) -> bool:
@@ -58,7 +58,7 @@ def _shown_rho(judgement: Judgement) -> str:
 def _by_key(judgements: Iterable[Judgement]) -> dict[Key, Judgement]:
     found: dict[Key, Judgement] = {}
     for one in judgements:
-        # What a search draws last depends on what it has seen; the check is compared, and not its case.
+        # The last case of a search depends on what the search has seen. So searches are compared by check only.
         case = "" if one.check.endswith("_search") else one.case
         key = (one.implementation, one.device, one.dtype, one.check, case, one.tensor or "")
         if key not in found or _badness(one) > _badness(found[key]):
@@ -71,7 +71,11 @@ def _badness(judgement: Judgement) -> tuple[int, float]:
 
 
 def words(difference: Difference) -> Iterable[str]:
-    """The difference in lines: a sentence first, then what became worse, what is missing, and the rest."""
+    """The difference as lines.
+
+    The first line counts each kind of difference. The lists of worse, better, missing and new judgements follow, and
+    last the judgements with another rho.
+    """
     counts = {
         "worse": len(difference.worse),
         "missing": len(difference.lost),
@@ -105,7 +109,10 @@ def _line(judgement: Judgement) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the difference. Returns the exit status: 2 for a file that cannot be read."""
+    """Prints the difference.
+
+    Returns the exit status: 0, 1 if the second run is worse (`Difference.is_worse`), or 2 if a file cannot be read.
+    """
     parser = argparse.ArgumentParser(prog="python -m flashproof.reports.difference", description="Compares two runs.")
     parser.add_argument("before", type=Path, help="the records of the first run")
     parser.add_argument("after", type=Path, help="the records of the second run")

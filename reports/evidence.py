@@ -35,7 +35,10 @@ TENSORS = ("out", "lse", "dq", "dk", "dv")
 
 
 def size(figure: float | str | None) -> float:
-    """Size of a figure for comparison: what is not finite is larger than all else, what is absent smaller."""
+    """The size of a figure, for comparisons.
+
+    A figure that is not finite counts as larger than every number. An absent figure counts as smaller.
+    """
     if figure is None:
         return -1.0
     number = abs(float(figure))
@@ -43,13 +46,16 @@ def size(figure: float | str | None) -> float:
 
 
 def worst_rho(judgement: Judgement) -> float | str | None:
-    """The larger of the two figures that gate, error over the deterministic and over the probabilistic bound; None for a yes-or-no property."""
+    """The larger of the two ratios that gate: error over deterministic bound, and error over probabilistic bound.
+
+    It is None for a yes-or-no property.
+    """
     return max((rho for rho in (judgement.rho, judgement.rho_statistical) if rho is not None), key=size, default=None)
 
 
 @dataclass(frozen=True, order=True)
 class Machine:
-    """Where a figure comes from: a kind of device, and its name. An empty name is a device that no run had."""
+    """The device that a figure comes from: its kind and its name. An empty name means a device that no run had."""
 
     kind: Literal["cpu", "cuda"]
     name: str
@@ -60,20 +66,23 @@ class Machine:
 
 @dataclass(frozen=True)
 class Judged:
-    """A judgement and the machine it was made on."""
+    """A judgement, and the machine that it was made on."""
 
     judgement: Judgement
     machine: Machine
 
     @cached_property
     def rho(self) -> float | str | None:
-        """The larger of the two figures that gate; None for a yes-or-no property."""
+        """The larger of the two ratios that gate (`worst_rho`); None for a yes-or-no property."""
         return worst_rho(self.judgement)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Everything the records hold of one implementation. `machines` are those that judged it or were asked to."""
+    """Everything that the records hold about one implementation.
+
+    machines: those that judged it, measured its memory or were asked to judge it.
+    """
 
     name: str
     claim: Claim | None
@@ -83,11 +92,11 @@ class Kernel:
     memory: tuple[tuple[Memory, Machine], ...]
     traffic: tuple[Traffic, ...]
     resources: tuple[Resources, ...]
-    claimed_by: tuple[str, ...] = ()  # the runs that the claim is put together from
+    claimed_by: tuple[str, ...] = ()  # the runs that contribute to the claim
 
     @cached_property
     def judged_in(self) -> dict[tuple[Machine, str, str], list[Judged]]:
-        """What was judged on a machine, in a dtype, by a check."""
+        """The judgements by machine, dtype and check."""
         of_cell: defaultdict[tuple[Machine, str, str], list[Judged]] = defaultdict(list)
         for judged in self.judged:
             of_cell[judged.machine, judged.judgement.dtype, judged.judgement.check].append(judged)
@@ -96,19 +105,23 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a site is made of. Environments stand in order of date; kernels, curves and checks in an order that does not depend on the files'."""
+    """Everything that a site is made from.
+
+    Environments are in order of date. The order of kernels, curves and checks does not depend on the order of the
+    files.
+    """
 
     environments: tuple[Environment, ...]
     kernels: tuple[Kernel, ...]
     curves: tuple[tuple[Curve, Machine], ...]
     checks: tuple[str, ...]  # "accuracy/forward"
-    dtypes: tuple[str, ...]  # those that were judged
+    dtypes: tuple[str, ...]  # those with a judgement
     machines: tuple[Machine, ...] = field(default=())
     mutation: "Mutation | None" = None
 
     @cached_property
     def runs(self) -> frozenset[str]:
-        """The runs that this evidence comes from. Of every other run, nothing is left."""
+        """The runs that this evidence comes from. No other run contributes anything."""
         found = {curve.run for curve, _ in self.curves}
         if self.mutation:
             found |= {self.mutation.environment.run, *(record.run for record in self.mutation.combined)}
@@ -122,7 +135,10 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Mutation:
-    """What the suite was tried on, in the last run that tried it."""
+    """The trials of the suite itself on mutants and correct kernels, from the last run that made such trials.
+
+    combined: for each set of checks, from the last run that has some.
+    """
 
     environment: Environment
     judges: tuple[Judge, ...]
@@ -132,7 +148,10 @@ class Mutation:
 
 
 def severity(judged: Judged) -> tuple[int, float]:
-    """Order of judgements, worst largest: failures before known defects, refusals and passes, then by rho."""
+    """A sort key by which the worst judgement is the largest.
+
+    From worst to best, the statuses are failed, known defect, refused and passed. Equal statuses compare by rho.
+    """
     statuses = ("passed", "refused", "known defect", "failed")
     return statuses.index(judged.judgement.status), size(judged.rho)
 
@@ -140,18 +159,20 @@ def severity(judged: Judged) -> tuple[int, float]:
 def gather(paths: Iterable[Path], damaged: list[str] | None = None) -> Evidence:
     """Reads record files and merges them.
 
-    A whole run leaves nothing out of what an implementation claims. The last whole run of an implementation on a
-    machine takes the place of all earlier runs there. What narrower runs found later is added to it: when several runs
-    judged or measured the same thing, the run of the later date wins. Machines of different names stand beside each
-    other. When one run judged the same thing twice, the worst counts.
+    A whole run leaves out nothing that an implementation claims. The last whole run of an implementation on a machine
+    replaces all earlier runs there. Later, narrower runs add to it: if several runs judged or measured the same thing,
+    the run with the latest date wins. Machines of different names stay apart. If one run judged the same thing twice,
+    the worst judgement counts.
 
-    damaged: a list that takes the words about files that cannot be read, which are then left out.
+    damaged: a list for messages about files that cannot be read. If it is given, such a file adds its message to the
+        list and is left out.
 
-    Raises OSError for a file that cannot be read, and ValueError naming a file without records, a line that is none, a date that is none, a curve of
-    unequal sides, and a run whose environment is missing or told in two ways.
+    Raises OSError for a file that cannot be read. Raises ValueError, which names the file, for a file without records,
+    a line that is not a record, a date that is not ISO 8601, a curve with unequal numbers of x and y, and a run that
+    has no environment or two different ones.
     """
     records: list[tuple[Path, Record]] = []
-    for path in {path.resolve(): path for path in paths}.values():  # each file once, by the name that it was given
+    for path in {path.resolve(): path for path in paths}.values():  # each file once, under its given name
         try:
             of_file = list(read(path))
             if not of_file:
@@ -167,12 +188,21 @@ def gather(paths: Iterable[Path], damaged: list[str] | None = None) -> Evidence:
         if isinstance(record, Environment):
             _date(record, path)
             if environments.setdefault(record.run, record) != record:
-                raise ValueError(f"{path}: the environment of run {record.run!r} differs from the one already read; runs need names of their own")
+                raise ValueError(
+                    f"{path}: the environment of run {record.run!r} differs from the one already read; "
+                    "runs need names of their own"
+                )
     for path, record in records:
         if isinstance(record, Curve) and len(record.x) != len(record.y):
-            raise ValueError(f"{path}: the curve {record.series!r} of chart {record.chart!r} has {len(record.x)} x for {len(record.y)} y")
+            raise ValueError(
+                f"{path}: the curve {record.series!r} of chart {record.chart!r} "
+                f"has {len(record.x)} x for {len(record.y)} y"
+            )
         if record.run not in environments:
-            raise ValueError(f"{path}: run {record.run!r} has no environment record; the first line of a run describes where it took place")
+            raise ValueError(
+                f"{path}: run {record.run!r} has no environment record; "
+                "the first line of a run describes where it took place"
+            )
     return _merged([record for _, record in records], environments)
 
 
@@ -186,7 +216,8 @@ def _date(environment: Environment, path: Path | str = "") -> datetime:
 
 def _merged(records: list[Record], environments: dict[str, Environment]) -> Evidence:
     dates = {run: _date(environment) for run, environment in environments.items()}
-    records = sorted(records, key=lambda record: dates[record.run])  # stable: files keep their order within a date
+    # The sort is stable, so records with equal dates keep the order of the files.
+    records = sorted(records, key=lambda record: dates[record.run])
 
     def machine(record: Judgement | Absence | Memory | Curve) -> Machine:
         environment = environments[record.run]
@@ -201,7 +232,16 @@ def _merged(records: list[Record], environments: dict[str, Environment]) -> Evid
     memory = _last_run(
         [(r, machine(r)) for r in records if isinstance(r, Memory)],
         lambda pair: pair[0].run,
-        lambda pair: (pair[0].implementation, pair[1], pair[0].dtype, pair[0].direction, pair[0].length, pair[0].heads, pair[0].dim, pair[0].method),
+        lambda pair: (
+            pair[0].implementation,
+            pair[1],
+            pair[0].dtype,
+            pair[0].direction,
+            pair[0].length,
+            pair[0].heads,
+            pair[0].dim,
+            pair[0].method,
+        ),
     )
     traffic = _last_run(
         [r for r in records if isinstance(r, Traffic)],
@@ -209,15 +249,24 @@ def _merged(records: list[Record], environments: dict[str, Environment]) -> Evid
         lambda r: (r.implementation, r.dtype, r.direction, r.length, r.dim, r.query_tile, r.key_tile),
     )
     resources = _last_run(
-        [r for r in records if isinstance(r, Resources)], lambda r: r.run, lambda r: (r.implementation, r.kernel, r.target, r.dtype, r.dim, r.causal, r.shipped)
+        [r for r in records if isinstance(r, Resources)],
+        lambda r: r.run,
+        lambda r: (r.implementation, r.kernel, r.target, r.dtype, r.dim, r.causal, r.shipped),
     )
     curves = _last_run(
-        [(r, machine(r)) for r in records if isinstance(r, Curve)], lambda pair: pair[0].run, lambda pair: (pair[0].chart, pair[0].series, pair[1])
+        [(r, machine(r)) for r in records if isinstance(r, Curve)],
+        lambda pair: pair[0].run,
+        lambda pair: (pair[0].chart, pair[0].series, pair[1]),
     )
-    # What a run leaves out of a device that it was not about, as `pytest -m gpu` is about no CPU, is not news.
+    # A run is about the devices that it judged on. For example, `pytest -m gpu` is not about the CPU. Absences with the
+    # reason "not claimed" on another device say nothing new, so they are left out.
     about = {(r.run, r.device) for r in records if isinstance(r, Judgement)}
     runs = {run for run, _ in about}
-    told = [r for r in records if isinstance(r, Absence) and (r.reason != "not claimed" or r.run not in runs or (r.run, r.device) in about)]
+    told = [
+        r
+        for r in records
+        if isinstance(r, Absence) and (r.reason != "not claimed" or r.run not in runs or (r.run, r.device) in about)
+    ]
     absences = _last_run(
         [(r, _asked(r, machine(r), environments[r.run])) for r in told],
         lambda pair: pair[0].run,
@@ -234,7 +283,7 @@ def _merged(records: list[Record], environments: dict[str, Environment]) -> Evid
         own_memory = [(r, m) for r, m in memory if r.implementation == name]
         machines = {j.machine for j in own} | {m for _, m in own_memory}
         for _, m in own_absences:
-            # A machine without a GPU says nothing of the GPU once another one has judged there.
+            # A machine without a GPU adds nothing about the GPU if another machine has judged on one.
             if m.name or not any(other.kind == m.kind for other in machines):
                 machines.add(m)
         if not machines:
@@ -247,11 +296,28 @@ def _merged(records: list[Record], environments: dict[str, Environment]) -> Evid
                 machines=tuple(sorted(machines)),
                 judged=tuple(own),
                 absences=tuple(own_absences),
-                memory=tuple(sorted(own_memory, key=lambda pair: (pair[1], dtype_order(pair[0].dtype), pair[0].direction != "forward", pair[0].length))),
+                memory=tuple(
+                    sorted(
+                        own_memory,
+                        key=lambda pair: (
+                            pair[1],
+                            dtype_order(pair[0].dtype),
+                            pair[0].direction != "forward",
+                            pair[0].length,
+                        ),
+                    )
+                ),
                 traffic=tuple(
                     sorted(
                         (r for r in traffic if r.implementation == name),
-                        key=lambda r: (dtype_order(r.dtype), r.direction != "forward", r.dim, r.query_tile, r.key_tile, r.length),
+                        key=lambda r: (
+                            dtype_order(r.dtype),
+                            r.direction != "forward",
+                            r.dim,
+                            r.query_tile,
+                            r.key_tile,
+                            r.length,
+                        ),
                     )
                 ),
                 resources=tuple(
@@ -267,10 +333,14 @@ def _merged(records: list[Record], environments: dict[str, Environment]) -> Evid
     return Evidence(
         environments=tuple(sorted(environments.values(), key=lambda e: (dates[e.run], e.run))),
         kernels=tuple(kernels),
-        curves=tuple(sorted(curves, key=lambda pair: (pair[0].chart != "overflow", pair[0].chart, pair[1], pair[0].series))),
+        curves=tuple(
+            sorted(curves, key=lambda pair: (pair[0].chart != "overflow", pair[0].chart, pair[1], pair[0].series))
+        ),
         checks=tuple(sorted(checks, key=_check_order)),
         dtypes=tuple(sorted(dtypes, key=dtype_order)),
-        machines=tuple(sorted({machine for kernel in kernels for machine in kernel.machines} | {machine for _, machine in curves})),
+        machines=tuple(
+            sorted({machine for kernel in kernels for machine in kernel.machines} | {machine for _, machine in curves})
+        ),
         mutation=_mutation(records, environments),
     )
 
@@ -290,7 +360,7 @@ def _mutation(records: list[Record], environments: dict[str, Environment]) -> Mu
 
 
 def _combined(records: list[Record]) -> tuple[Combined, ...]:
-    """What the last run said of each set of checks."""
+    """For each set of checks, the records of the last run that has some."""
     found = [record for record in records if isinstance(record, Combined)]
     return tuple(_last_run(found, lambda record: record.run, lambda record: record.suite))
 
@@ -299,7 +369,10 @@ _T = TypeVar("_T")
 
 
 def _last_run(items: list[_T], run: Callable[[_T], str], identity: Callable[[_T], Hashable]) -> list[_T]:
-    """Of the items that say the same thing, those of the last run. `items` stand in order of date."""
+    """Keeps, of the items with the same identity, those of the last run.
+
+    items: in order of date.
+    """
     last = {identity(item): run(item) for item in items}
     return [item for item in items if last[identity(item)] == run(item)]
 
@@ -314,16 +387,28 @@ def _worst_of_each(judged: list[Judged]) -> Iterable[Judged]:
     for one in judged:
         groups[_identity(one)].append(one)
     worst = [max(group, key=severity) for group in groups.values()]
-    return sorted(worst, key=lambda j: (j.judgement.implementation, _check_order(j.judgement.check), j.judgement.case, j.machine, j.judgement.tensor or ""))
+    return sorted(
+        worst,
+        key=lambda j: (
+            j.judgement.implementation,
+            _check_order(j.judgement.check),
+            j.judgement.case,
+            j.machine,
+            j.judgement.tensor or "",
+        ),
+    )
 
 
 def _asked(absence: Absence, machine: Machine, environment: Environment) -> Machine:
-    """The machine an absence speaks of. A GPU that a run did not have has no name."""
+    """The machine that an absence is about. A GPU that the run did not have gets no name."""
     return Machine("cuda", "") if (absence.device, environment.kind) == ("cuda", "cpu") else machine
 
 
 def _claim(claims: list[Claim]) -> Claim | None:
-    """The last claim, with what the earlier ones (on other machines) said of the arithmetic and the cases there."""
+    """The last claim, with the arithmetic and the covered cases of earlier claims (on other machines) added.
+
+    Where several claims describe the same arithmetic or device, the last one wins.
+    """
     if not claims:
         return None
     arithmetic = {where: fields for claim in claims for where, fields in claim.arithmetic.items()}
@@ -332,12 +417,12 @@ def _claim(claims: list[Claim]) -> Claim | None:
 
 
 def _claimed_by(claims: list[Claim]) -> tuple[str, ...]:
-    """The runs that `_claim` takes something from."""
+    """The runs whose claims contribute to the result of `_claim`."""
     last = {where: claim.run for claim in claims for where in (*claim.arithmetic, *claim.covered)}
     return tuple(dict.fromkeys([*last.values(), *(claim.run for claim in claims[-1:])]))
 
 
-_OF_A_VERIFICATION = Judgement | Absence | Memory | Claim  # what a whole run makes anew
+_OF_A_VERIFICATION = Judgement | Absence | Memory | Claim  # a whole run replaces these
 
 
 def _since_the_last_whole_run(
@@ -345,7 +430,7 @@ def _since_the_last_whole_run(
     environments: dict[str, Environment],
     dates: dict[str, datetime],
 ) -> list[Record]:
-    """The records less those that a whole run has taken the place of: of one implementation, on one machine."""
+    """The records without those that a later whole run of the same implementation on the same machine replaces."""
     whole: dict[tuple[str, Machine], datetime] = {}
     for record in records:
         environment = environments[record.run]
@@ -364,13 +449,16 @@ def _since_the_last_whole_run(
 
 
 _RUN_FILE = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}\.jsonl")
-_GRACE = timedelta(days=1)  # for a run that may still go on
+_GRACE = timedelta(days=1)  # a run that is not closed may go on for this long
 
 
 def clear(folder: Path, evidence: Evidence, now: datetime | None = None) -> list[Path]:
-    """Removes the files of runs that nothing is left of. Returns them.
+    """Removes the files of runs that contribute nothing to the evidence. Returns their paths.
 
-    Only files that have the name of a run are looked at. One whose run has not come to its end stays for a day.
+    A file stays if its name is not that of a run, if it cannot be read, or if it holds no environment. A file without a
+    claim stays for one day, because its run may still go on.
+
+    now: the current time, if not that of the clock.
     """
     removed = []
     for path in sorted(folder.glob("*.jsonl")):
@@ -391,7 +479,7 @@ def clear(folder: Path, evidence: Evidence, now: datetime | None = None) -> list
 
 
 def dtype_order(dtype: str) -> tuple[int, str]:
-    """Sorts dtypes: the three as they are always listed, then others by name."""
+    """A sort key for dtypes: first those of DTYPES in that order, then all others by name."""
     return (DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES)), dtype
 
 

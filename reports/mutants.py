@@ -1,4 +1,4 @@
-"""The tables of the mutants' page: what each judge rejects, pure functions from the trials to rows."""
+"""The tables of the page about mutants: what each judge rejects. All functions are pure, from trials to rows."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -18,27 +18,31 @@ VERDICTS: dict[Verdict, str] = {
     "not tried": "it does not claim what the check is for",
 }
 
-Key = tuple[str, str]  # of a judge: its name and its inputs
+Key = tuple[str, str]  # the name and the inputs of a judge
 
 
 def key(judge: Judge) -> Key:
-    """What tells a judge from the others."""
+    """The identity of a judge: its name and its inputs."""
     return judge.name, judge.inputs
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What one judge said of one specimen, in all dtypes together."""
+    """The result of one judge on one specimen, over all dtypes."""
 
     verdict: Verdict
-    dtypes: tuple[str, ...] = ()  # in which it was rejected
-    tried: int = 0
-    said: str = ""  # in the first of them
+    dtypes: tuple[str, ...] = ()  # those in which the specimen was rejected
+    tried: int = 0  # the number of trials
+    said: str = ""  # the case and the message of the first rejection
 
 
 @dataclass(frozen=True)
 class Row:
-    """One specimen. `first`: the check that rejects it before all others, in some dtype."""
+    """The row of one specimen.
+
+    dtypes: those in which it was tried.
+    first: for each dtype, the first check that rejects it.
+    """
 
     specimen: Specimen
     dtypes: tuple[str, ...]
@@ -47,17 +51,17 @@ class Row:
 
     @property
     def is_killed(self) -> bool:
-        """Whether any check of the suite rejects it."""
+        """Whether some check of the suite rejects the specimen."""
         return bool(self.first)
 
     @property
     def counts(self) -> bool:
-        """Whether it is a mutant that the suite must reject."""
+        """Whether the specimen is a mutant that the suite must reject."""
         return self.specimen.kind == "mutant" and not self.specimen.survives
 
 
 def rows(mutation: Mutation) -> list[Row]:
-    """Every specimen, mutants by class of fault first."""
+    """The rows of all specimens: first the mutants by class of fault, then the variants, then the kernels."""
     trials: defaultdict[str, list[Trial]] = defaultdict(list)
     for trial in mutation.trials:
         trials[trial.specimen].append(trial)
@@ -74,7 +78,9 @@ def _row(specimen: Specimen, trials: list[Trial], judges: tuple[Judge, ...]) -> 
     first: set[str] = set()
     dtypes = tuple(dict.fromkeys(trial.dtype for trial in trials))
     for dtype in dtypes:
-        rejecting = [name for name in checks if any(trial.rejected and trial.dtype == dtype for trial in of_judge[name, "ours"])]
+        rejecting = [
+            name for name in checks if any(trial.rejected and trial.dtype == dtype for trial in of_judge[name, "ours"])
+        ]
         first.update(rejecting[:1])
     cells = {key(judge): _cell(specimen, of_judge[key(judge)]) for judge in judges}
     return Row(specimen, dtypes, cells, frozenset(first))
@@ -95,20 +101,23 @@ def _cell(specimen: Specimen, trials: list[Trial]) -> Cell:
 
 @dataclass(frozen=True)
 class Score:
-    """What a judge, or the whole suite, rejects."""
+    """How many mutants, and which correct kernels, a judge or the whole suite rejects."""
 
-    judge: Judge | None  # None: the suite
-    killed: int  # mutants, in at least one dtype
-    told: int  # of these, in a dtype in which it accepts the kernel that they are made of
-    mutants: int  # that it was tried on
+    judge: Judge | None  # None for the whole suite
+    killed: int  # mutants that it rejects in at least one dtype
+    # Killed mutants that a judge rejects in a dtype in which it accepts the original kernel. For the whole suite:
+    # killed mutants whose original kernel raises no alarm in any dtype.
+    told: int
+    mutants: int  # mutants that it was tried on
     first: int  # mutants that it rejects before every other check
-    named: int  # mutants that must be rejected by it
-    alarms: tuple[tuple[str, tuple[str, ...]], ...]  # right kernels that it rejects, and in which dtypes
-    right: int  # right kernels that it was tried on
+    named: int  # mutants that it must reject
+    # Correct kernels that a judge rejects, and the dtypes in which it does. For the whole suite: all dtypes tried.
+    alarms: tuple[tuple[str, tuple[str, ...]], ...]
+    right: int  # correct kernels that it was tried on
 
 
 def scores(mutation: Mutation, table: list[Row]) -> tuple[Score, list[Score], list[Score]]:
-    """The suite as a whole, its checks, and the rules in use elsewhere."""
+    """The score of the whole suite, the scores of its checks, and those of the rules in use elsewhere."""
     of_each = {key(judge): _score(judge, table) for judge in mutation.judges}
     checks = [of_each[key(judge)] for judge in mutation.judges if judge.kind == "check"]
     others = [of_each[key(judge)] for judge in mutation.judges if judge.kind == "rule"]
@@ -116,7 +125,20 @@ def scores(mutation: Mutation, table: list[Row]) -> tuple[Score, list[Score], li
     killed = [row for row in counted if row.is_killed]
     alarms = tuple((row.specimen.name, row.dtypes) for row in right if row.is_killed)
     told = len([row for row in killed if row.specimen.of not in {name for name, _ in alarms}])
-    return Score(judge=None, killed=len(killed), told=told, mutants=len(counted), first=0, named=0, alarms=alarms, right=len(right)), checks, others
+    return (
+        Score(
+            judge=None,
+            killed=len(killed),
+            told=told,
+            mutants=len(counted),
+            first=0,
+            named=0,
+            alarms=alarms,
+            right=len(right),
+        ),
+        checks,
+        others,
+    )
 
 
 def _score(judge: Judge, table: list[Row]) -> Score:
@@ -135,6 +157,10 @@ def _score(judge: Judge, table: list[Row]) -> Score:
 
 
 def _original(row: Row, right: dict[str, Cell]) -> Cell:
-    """What was said of the kernel that a mutant is made of; of one that is interpreted, of the same algorithm in plain PyTorch."""
+    """The result of a judge on the kernel that a mutant is made from.
+
+    A Triton kernel that runs in the interpreter is not among the specimens. The result is then that on the same
+    algorithm in plain PyTorch (`tiled.*`).
+    """
     of = row.specimen.of
     return right.get(of) or right.get(of.replace("triton.", "tiled.")) or Cell("not tried")

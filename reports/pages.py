@@ -1,4 +1,7 @@
-"""The pages: an index and one page for each implementation, each a file that needs no other and no network."""
+"""The pages: an index, one page for each implementation, and one for the mutants.
+
+Each page is one file. It needs no other file and no network.
+"""
 
 import re
 from collections.abc import Iterable
@@ -10,27 +13,38 @@ import jinja2
 from markupsafe import Markup, escape
 
 from flashproof.reports import charts, mutants, tables, wording
-from flashproof.reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, Mutation, dtype_order, gather, severity, size
+from flashproof.reports.evidence import (
+    TENSORS,
+    Evidence,
+    Judged,
+    Kernel,
+    Machine,
+    Mutation,
+    dtype_order,
+    gather,
+    severity,
+    size,
+)
 from flashproof.reports.record import Environment
 
-GENERATOR = "flashproof"  # marks the files that a later site may replace
-SHOWN = 20  # failures told in full; all are listed with their check
+GENERATOR = "flashproof"  # marks the files that a later site may remove
+SHOWN = 20  # at most this many failures are shown in full; all are listed with their check
 TITLES = {"out": "out", "lse": "LSE", "dq": "dQ", "dk": "dK", "dv": "dV"}
 AXES = {"queries": "sequence length", "magnitude": "score magnitude", "score": "score"}
 
 
 def write_site(records_paths: Iterable[Path], directory: Path) -> Path:
-    """Merges record files (`evidence.gather`) and writes their site. Returns the index.
+    """Merges record files (`evidence.gather`) and writes their site. Returns the path of the index.
 
-    Raises OSError and ValueError, which name the file.
+    Raises OSError and ValueError as `evidence.gather` does; they name the file.
     """
     return write_pages(gather(records_paths), directory)
 
 
 def write_pages(evidence: Evidence, directory: Path) -> Path:
-    """Writes `directory`/index.html, with one page for each implementation. Returns the index.
+    """Writes `directory`/index.html and the other pages. Returns the path of the index.
 
-    Pages of an earlier site in the directory are removed. Other files are left alone.
+    It removes the pages of an earlier site from the directory. It leaves other files alone.
     """
     directory.mkdir(parents=True, exist_ok=True)
     pages = {f"{wording.stem(kernel.name)}.html": kernel_page(kernel, evidence) for kernel in evidence.kernels}
@@ -38,7 +52,11 @@ def write_pages(evidence: Evidence, directory: Path) -> Path:
     if evidence.mutation:
         pages["mutants.html"] = mutants_page(evidence.mutation)
     for old in directory.glob("*.html"):
-        if old.name not in pages and f'<meta name="generator" content="{GENERATOR}">' in old.read_text(encoding="utf-8", errors="replace")[:1000]:
+        if (
+            old.name not in pages
+            and f'<meta name="generator" content="{GENERATOR}">'
+            in old.read_text(encoding="utf-8", errors="replace")[:1000]
+        ):
             old.unlink()
     for name, text in pages.items():
         (directory / name).write_text(text, encoding="utf-8")
@@ -46,14 +64,14 @@ def write_pages(evidence: Evidence, directory: Path) -> Path:
 
 
 class Figure(NamedTuple):
-    """A chart with what stands beside it."""
+    """A chart and its title."""
 
     title: str
-    svg: Markup | None  # None where charts cannot be made
+    svg: Markup | None  # None if charts cannot be made
 
 
 def index_page(evidence: Evidence) -> str:
-    """The index: the verdicts, the matrix, the largest figures, the curves, the environments."""
+    """The index: the verdicts, the matrix, the largest figures, the curves and the environments."""
     verdicts = [(kernel, tables.verdict(kernel)) for kernel in evidence.kernels]
     curves: dict[str, list[tables.Series]] = {}
     for curve, machine in evidence.curves:
@@ -63,7 +81,11 @@ def index_page(evidence: Evidence) -> str:
     for number, (chart, series) in enumerate(curves.items()):
         first = series[0].curve
         title = f"{first.y_title} against {first.x_title}"
-        svg = None if charts.missing() else charts.curve_chart(series, label, title, f"{chart}: {title}", f"curve-{number}")
+        svg = (
+            None
+            if charts.missing()
+            else charts.curve_chart(series, label, title, f"{chart}: {title}", f"curve-{number}")
+        )
         figures.append((chart, Figure(title, svg), series))
     return _page("index.html").render(
         evidence=evidence,
@@ -72,7 +94,9 @@ def index_page(evidence: Evidence) -> str:
         summary={kernel.name: cell for kernel, cell in verdicts},
         counts=[(state, sum(1 for _, cell in verdicts if cell.state == state)) for state in tables.STATES],
         judgements=sum(len(kernel.judged) for kernel in evidence.kernels),
-        cases=len({judged.judgement.case for kernel in evidence.kernels for judged in kernel.judged if judged.judgement.case}),
+        cases=len(
+            {judged.judgement.case for kernel in evidence.kernels for judged in kernel.judged if judged.judgement.case}
+        ),
         matrix=tables.matrix(evidence),
         states=tables.STATES,
         largest=tables.largest_rows(evidence),
@@ -83,7 +107,7 @@ def index_page(evidence: Evidence) -> str:
 
 
 def mutants_page(mutation: Mutation) -> str:
-    """What the suite caught of what it was tried on, beside the rules in use elsewhere."""
+    """The page about mutants: what the suite rejects and accepts, beside the rules that are in use elsewhere."""
     rows = mutants.rows(mutation)
     suite, checks, others = mutants.scores(mutation, rows)
     wrong = [row for row in rows if row.specimen.kind == "mutant"]
@@ -99,35 +123,51 @@ def mutants_page(mutation: Mutation) -> str:
         mutants=wrong,
         combined=mutation.combined,
         survivors=[row for row in wrong if row.specimen.survives],
-        faults=[(fault, [row for row in wrong if row.specimen.fault == fault]) for fault in dict.fromkeys(row.specimen.fault for row in wrong)],
-        right=[(words, of_kind) for words, kind in kinds if (of_kind := [row for row in rows if row.specimen.kind == kind])],
+        faults=[
+            (fault, [row for row in wrong if row.specimen.fault == fault])
+            for fault in dict.fromkeys(row.specimen.fault for row in wrong)
+        ],
+        right=[
+            (words, of_kind) for words, kind in kinds if (of_kind := [row for row in rows if row.specimen.kind == kind])
+        ],
     )
 
 
 class Check(NamedTuple):
-    """All that one check found for one implementation."""
+    """Everything that one check found for one implementation."""
 
     name: str
     rows: list[tuple[Machine, str, tables.Cell]]
-    judged: list[Judged]  # the worst first
+    judged: list[Judged]  # worst first
 
 
 def kernel_page(kernel: Kernel, evidence: Evidence) -> str:
-    """The page of one implementation, failures first."""
+    """The page of one implementation. Failures come first."""
     label = _Labeller(len(kernel.machines) > 1)
-    by_status = {status: [j for j in kernel.judged if j.judgement.status == status] for status in ("failed", "known defect", "refused")}
+    by_status = {
+        status: [j for j in kernel.judged if j.judgement.status == status]
+        for status in ("failed", "known defect", "refused")
+    }
     failed = _grouped(sorted(by_status["failed"], key=severity, reverse=True), kernel)
     sweeps: list[tuple[tables.Sweep, Figure]] = []
     for axis in tables.axes(kernel):
         if sweep := tables.sweep(kernel, axis):
             title, heading = f"Error against {AXES.get(axis, axis)}", f"rho against {AXES.get(axis, axis)}"
-            svg = None if charts.missing() else charts.sweep_chart(sweep, label, heading, f"{kernel.name}: {heading}", f"sweep-{len(sweeps)}")
+            svg = (
+                None
+                if charts.missing()
+                else charts.sweep_chart(sweep, label, heading, f"{kernel.name}: {heading}", f"sweep-{len(sweeps)}")
+            )
             sweeps.append((sweep, Figure(title, svg)))
     growths = tables.memory(kernel)
     growth_figure = None
     if growths:
         heading = "memory against sequence length"
-        svg = None if charts.missing() else charts.memory_chart(growths, label, heading, f"{kernel.name}: {heading}", "memory")
+        svg = (
+            None
+            if charts.missing()
+            else charts.memory_chart(growths, label, heading, f"{kernel.name}: {heading}", "memory")
+        )
         growth_figure = Figure("Memory beyond inputs and outputs", svg)
     by_tensor = tables.by_tensor(kernel)
     absent = [
@@ -167,25 +207,36 @@ def kernel_page(kernel: Kernel, evidence: Evidence) -> str:
 
 def _check(kernel: Kernel, check: str) -> Check:
     judged = sorted((j for j in kernel.judged if j.judgement.check == check), key=severity, reverse=True)
-    places = sorted({(j.machine, j.judgement.dtype) for j in judged}, key=lambda place: (place[0], dtype_order(place[1])))
+    places = sorted(
+        {(j.machine, j.judgement.dtype) for j in judged}, key=lambda place: (place[0], dtype_order(place[1]))
+    )
     if not places:
         places = [(machine, "") for machine in kernel.machines]
-    return Check(check, [(machine, dtype, tables.cell(kernel, machine, dtype, check)) for machine, dtype in places], judged)
+    return Check(
+        check, [(machine, dtype, tables.cell(kernel, machine, dtype, check)) for machine, dtype in places], judged
+    )
 
 
 def _biases(kernel: Kernel) -> list[Judged]:
-    """The judgement of the largest bias for each machine, dtype and tensor."""
+    """The judgement with the largest bias (`tables.largest`) for each machine, dtype and tensor."""
     found = []
     for machine in kernel.machines:
         for dtype in sorted({j.judgement.dtype for j in kernel.judged}, key=dtype_order):
             for tensor in TENSORS:
-                own = [j for j in kernel.judged if (j.machine, j.judgement.dtype, j.judgement.tensor) == (machine, dtype, tensor)]
+                own = [
+                    j
+                    for j in kernel.judged
+                    if (j.machine, j.judgement.dtype, j.judgement.tensor) == (machine, dtype, tensor)
+                ]
                 found.append(tables.largest(own).bias)
     return [judged for judged in found if judged]
 
 
 class Told(NamedTuple):
-    """The worst of the failures of one check, tensor, dtype and machine, and how many more there are."""
+    """The worst failure of one check, tensor, dtype and machine.
+
+    block: its text. more: how many more failures of this kind there are.
+    """
 
     judged: Judged
     block: str
@@ -193,23 +244,38 @@ class Told(NamedTuple):
 
 
 def _grouped(failures: list[Judged], kernel: Kernel) -> list[Told]:
-    """One failure told for each check, tensor, dtype and machine. `failures` stand worst first."""
+    """The worst failure of each check, tensor, dtype and machine.
+
+    failures: sorted, worst first.
+    """
     groups: dict[tuple[str, str | None, str, Machine], list[Judged]] = {}
     for judged in failures:
-        groups.setdefault((judged.judgement.check, judged.judgement.tensor, judged.judgement.dtype, judged.machine), []).append(judged)
-    return [Told(group[0], wording.failure_block(group[0].judgement, tables.threshold(group[0], kernel)), len(group) - 1) for group in groups.values()]
+        groups.setdefault(
+            (judged.judgement.check, judged.judgement.tensor, judged.judgement.dtype, judged.machine), []
+        ).append(judged)
+    return [
+        Told(group[0], wording.failure_block(group[0].judgement, tables.threshold(group[0], kernel)), len(group) - 1)
+        for group in groups.values()
+    ]
 
 
 def _refusals(refused: list[Judged]) -> list[tuple[str, list[str], list[Judged]]]:
-    """Refusals by message, for one message, but for its numbers, is usually the answer to many cases of many checks: its words, the checks, the cases."""
+    """The refusals by message: the message, the checks and the judgements.
+
+    Messages that differ only in their numbers count as one, because an implementation usually answers many cases of
+    many checks with the same message.
+    """
     groups: dict[str, list[Judged]] = {}
     for judged in refused:
         groups.setdefault(re.sub(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "0", judged.judgement.message), []).append(judged)
-    return [(group[0].judgement.message, sorted({judged.judgement.check for judged in group}), group) for group in groups.values()]
+    return [
+        (group[0].judgement.message, sorted({judged.judgement.check for judged in group}), group)
+        for group in groups.values()
+    ]
 
 
 def _environments(kernel: Kernel, evidence: Evidence) -> list[Environment]:
-    """The environments that the page's figures come from."""
+    """The environments that the figures of the page come from."""
     runs = {judged.judgement.run for judged in kernel.judged}
     runs |= {record.run for record, _ in kernel.memory} | {record.run for record, _ in kernel.absences}
     runs |= {record.run for record in kernel.traffic} | {record.run for record in kernel.resources}
@@ -217,11 +283,11 @@ def _environments(kernel: Kernel, evidence: Evidence) -> list[Environment]:
     return [environment for environment in evidence.environments if environment.run in runs]
 
 
-# ---------------------------------------------------------------------------------------------------------------------- templates
+# ------------------------------------------------------------------------------------------------------------ templates
 
 
 class _Labeller:
-    """How a machine is called in a chart: not at all where there is only one."""
+    """The label of a machine in a chart. It is empty if there is only one machine."""
 
     def __init__(self, several: bool) -> None:
         self.several = several
@@ -231,13 +297,15 @@ class _Labeller:
 
 
 def linked(text: str) -> Markup:
-    """Text with its web addresses as links; everything else escaped."""
+    """The text as HTML: web addresses become links, and everything else is escaped."""
     parts = re.split(r"(https?://[^\s<>\"']*[^\s<>\"'.,;:!?)\]])", text)
-    return Markup("").join(Markup('<a href="{0}">{0}</a>').format(part) if i % 2 else escape(part) for i, part in enumerate(parts))
+    return Markup("").join(
+        Markup('<a href="{0}">{0}</a>').format(part) if i % 2 else escape(part) for i, part in enumerate(parts)
+    )
 
 
 def plain(field: object) -> str:
-    """A claimed value in words: yes, no, a list."""
+    """A claimed value in words: "yes" or "no", a range of two integers as "1 to 128", a list, or "unknown" for None."""
     if isinstance(field, bool):
         return "yes" if field else "no"
     if isinstance(field, list) and len(field) == 2 and all(isinstance(item, int) for item in field):

@@ -1,4 +1,7 @@
-"""Records: what a run found, one JSON object a line, appended while the run goes, so that nothing is lost when it dies."""
+"""The records of what a run found.
+
+A record is one JSON object on one line. A run appends its records as it goes, so nothing is lost when it dies.
+"""
 
 import gzip
 import math
@@ -13,54 +16,56 @@ Tensor = Literal["out", "lse", "dq", "dk", "dv"]
 Certainty = Literal["certified", "bounded", "sampled", "exact"]
 Status = Literal["passed", "failed", "refused", "known defect"]
 
-# The layers of checks, in the order in which each assumes the ones before it. A check is called "layer/what it asks".
+# The layers of checks, in order: each layer assumes the layers before it. The name of a check is "layer/question".
 LAYERS = ("contract", "accuracy", "gradients", "stability", "masks", "properties", "memory", "determinism")
 
 
 class Environment(msgspec.Struct, tag="environment", kw_only=True, frozen=True):
-    """Where and when a run took place. The first record of a run."""
+    """Where and when a run took place. It is the first record of a run."""
 
-    run: str  # joins the records of one run
+    run: str  # the same in all records of one run
     date: str  # ISO 8601, UTC
-    commit: str  # of flashproof, when it ran from a clone of its own; ends in "+" when the tree had changes
-    project_commit: str = ""  # of the repository that the run was started in
-    whole: bool = False  # whether the run left out nothing of what its implementations claim
+    commit: str  # of flashproof, if it ran from its own clone; ends in "+" if the tree had changes
+    project_commit: str = ""  # of the repository in which the run was started
+    whole: bool = False  # whether the run left out nothing that its implementations claim
     device: str  # "NVIDIA H200" or the CPU's name
     kind: Literal["cpu", "cuda"]
-    versions: dict[str, str]  # {"python": ..., "torch": ..., "triton": ..., "cuda": ..., "driver": ...}, what is there
+    # Of what is there: {"python": ..., "torch": ..., "triton": ..., "cuda": ..., "driver": ...}
+    versions: dict[str, str]
     command: str
 
 
 class Covered(msgspec.Struct, kw_only=True, frozen=True):
-    """What the cases of a run hold of the space of cases, on one device."""
+    """How much of the space of cases the cases of a run cover, on one device."""
 
     cases: int
-    pairs: int  # of levels that stand together in some case
-    possible_pairs: int  # that are claimed and have room
-    triples: int
+    pairs: int  # pairs of levels that stand together in some case
+    possible_pairs: int  # pairs that are claimed and fit the run
+    triples: int  # triples of levels that stand together in some case
     possible_triples: int
     forbidden: int  # pairs that the claims forbid
-    no_room: int  # pairs that are claimed, and too large for the run
+    no_room: int  # pairs that are claimed and are too large for the run
 
 
 class Claim(msgspec.Struct, tag="claim", kw_only=True, frozen=True):
-    """What an implementation said of itself in a run."""
+    """What an implementation said about itself in a run."""
 
     run: str
     implementation: str
     summary: str
     supports: dict[str, str | int | float | bool | list[str | int]]  # the fields of flashproof.impls.spec.Supports
-    arithmetic: dict[str, dict[str, str | int | float | None]]  # "float16 on cuda" -> the fields of flashproof.impls.spec.Arithmetic
-    bare: bool
-    ended: bool = True  # whether the run came to its end: nobody broke it off
-    covered: dict[str, Covered] = {}  # by device; empty where cases or checks were chosen
+    # "float16 on cuda" -> the fields of flashproof.impls.spec.Arithmetic
+    arithmetic: dict[str, dict[str, str | int | float | None]]
+    bare: bool  # whether the implementation is a bare callable, whose signature is its claim
+    ended: bool = True  # whether the run came to its end and was not interrupted
+    covered: dict[str, Covered] = {}  # by device; empty if the user chose cases or checks
 
 
 class Element(msgspec.Struct, kw_only=True, frozen=True):
-    """The element with the largest error over its bound."""
+    """The element with the largest ratio of error to bound."""
 
     index: tuple[int, ...]
-    got: float | str  # "nan", "inf", "-inf" as text: JSON has no such numbers
+    got: float | str  # "nan", "inf" and "-inf" are text, because JSON has no such numbers
     exact: float | str
     error: float | str
     bound: float | str
@@ -68,37 +73,45 @@ class Element(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
-    """One tensor of one case, judged. A fault of the kernel (exception, hang, crash) is a judgement without figures and with its message.
+    """The judgement of one tensor of one case.
 
-    Also one yes-or-no property (bitwise repeatability, non-interference): then `rho` is None and `message` says what differed.
+    A fault of the kernel (exception, hang, crash) is a judgement with a message and without figures. A yes-or-no
+    property (bitwise repeatability, non-interference) is also a judgement: `rho` is None, and `message` says what
+    differed.
     """
 
     run: str
     implementation: str
     check: str  # "accuracy/forward"
-    case: str  # the line that repeats it
+    case: str  # the line that rebuilds the case
     dtype: str
     device: Literal["cpu", "cuda"]
     status: Status
     tensor: Tensor | None = None
-    rho: float | str | None = None  # error over the deterministic bound
-    rho_statistical: float | str | None = None  # error over the probabilistic bound, where it gates (float32 on FMA units)
-    bias: float | None = None  # in output ulps (16 bit), or over the bound (float32); mean signed error less that of the rounded exact result
-    bias_error: float | None = None  # its standard error
+    rho: float | str | None = None  # the largest error / deterministic bound
+    # The largest error / probabilistic bound, where that bound gates (float32 on FMA units).
+    rho_statistical: float | str | None = None
+    # The mean signed error minus that of the correctly rounded exact result. Its unit is the mean of u_o |exact|
+    # (16 bit; the report calls it ulp) or the mean bound (float32). `oracles.verdict.Bias` defines it.
+    bias: float | None = None
+    bias_error: float | None = None  # the standard error of bias
     bias_allowance: float | None = None
-    rms: float | str | None = None  # root mean square of the errors, over what is expected of the claimed arithmetic
-    rms_error: float | None = None  # standard error of its square
+    rms: float | str | None = None  # root mean square of the errors / its expectation for the claimed arithmetic
+    rms_error: float | None = None  # the standard error of the square of rms
     certainty: Certainty | None = None
     worst: Element | None = None
     seconds: float = 0.0
-    message: str = ""  # of a failure, a refusal or a known defect: a sentence that the figures do not say
-    link: str = ""  # of a known defect: where it is reported
-    of_every_call: bool = False  # of a failure or a refusal: every call ends like this, whatever the case
-    axes: dict[str, float] = {}  # where the case stands in a sweep: {"queries": 1024, "magnitude": 8.0, "score": 88.5}
+    message: str = ""  # of a failure, refusal or known defect: a sentence that adds to the figures
+    link: str = ""  # of a known defect: the address of its report
+    of_every_call: bool = False  # of a failure or refusal: every call ends like this, for every case
+    axes: dict[str, float] = {}  # the place of the case in a sweep: {"queries": 1024, "magnitude": 8.0, "score": 88.5}
 
 
 class Absence(msgspec.Struct, tag="absence", kw_only=True, frozen=True):
-    """Why something was not judged: the claim leaves it out, or this machine cannot run it. An empty check or dtype stands for all of them."""
+    """The reason why something was not judged: the claim leaves it out, or this machine cannot run it.
+
+    An empty check stands for all checks, and an empty dtype for all dtypes.
+    """
 
     run: str
     implementation: str
@@ -110,7 +123,7 @@ class Absence(msgspec.Struct, tag="absence", kw_only=True, frozen=True):
 
 
 class Memory(msgspec.Struct, tag="memory", kw_only=True, frozen=True):
-    """Memory beyond inputs and outputs, at one sequence length."""
+    """The memory in bytes beyond inputs and outputs, at one sequence length."""
 
     run: str
     implementation: str
@@ -126,7 +139,7 @@ class Memory(msgspec.Struct, tag="memory", kw_only=True, frozen=True):
 
 
 class Traffic(msgspec.Struct, tag="traffic", kw_only=True, frozen=True):
-    """Bytes that a kernel reads and writes, counted, beside the paper's formula."""
+    """The counted bytes that a kernel reads and writes, beside the formula of the paper."""
 
     run: str
     implementation: str
@@ -144,20 +157,23 @@ class Traffic(msgspec.Struct, tag="traffic", kw_only=True, frozen=True):
 
 
 class Curve(msgspec.Struct, tag="curve", kw_only=True, frozen=True):
-    """A named curve of a chart that no judgement draws, such as the naive softmax that overflows at 88.72."""
+    """A named curve of a chart that does not come from judgements.
+
+    An example is the error of the naive softmax, which overflows at 88.72.
+    """
 
     run: str
     chart: str  # "overflow"
     series: str  # "naive, no maximum"
     device: Literal["cpu", "cuda"]
     x: list[float]
-    y: list[float | None]  # None where the value is not finite
+    y: list[float | None]  # None for a value that is not finite
     x_title: str
     y_title: str
 
 
 class Resources(msgspec.Struct, tag="resources", kw_only=True, frozen=True):
-    """What the compiler said of a GPU kernel, with no GPU."""
+    """What the compiler reports about a GPU kernel. This needs no GPU."""
 
     run: str
     implementation: str
@@ -169,37 +185,44 @@ class Resources(msgspec.Struct, tag="resources", kw_only=True, frozen=True):
     registers: int
     spilled_bytes: int
     shared_bytes: int
-    shipped: bool  # at the tile sizes that are shipped
+    shipped: bool  # whether the kernel was compiled as it is shipped, tile sizes included
 
 
 class Specimen(msgspec.Struct, tag="specimen", kw_only=True, frozen=True):
-    """What the suite itself was tried on: a mutant, which it must reject, or a kernel that is right."""
+    """A kernel that the suite itself was tried on: a mutant, which it must reject, or a correct kernel.
+
+    kind: a mutant, a variant (a correct kernel that is made differently), or a kernel of the catalogue.
+    """
 
     run: str
     name: str
     kind: Literal["mutant", "variant", "kernel"]
-    fault: str = ""  # a mutant's class: "masks"
+    fault: str = ""  # the class of the fault of a mutant: "masks"
     origin: str = ""  # a real fault of the same kind
-    says: str  # what is wrong, or done differently
-    of: str = ""  # the implementation that it is made of
-    patch: str = ""  # the text taken out and the text put in
-    check: str = ""  # that must reject it
-    survives: str = ""  # why no check rejects it; it is then not counted
+    says: str  # what is wrong or done differently
+    of: str = ""  # the implementation that it is made from
+    patch: str = ""  # the text that is removed and the text that is inserted
+    check: str = ""  # the check that must reject it
+    survives: str = ""  # why no check rejects it; such a mutant is not counted
 
 
 class Judge(msgspec.Struct, tag="judge", kw_only=True, frozen=True):
-    """What a specimen is tried by: a check of the suite, or a rule in use elsewhere over one set of inputs."""
+    """What judges a specimen: a check of the suite, or a rule that is in use elsewhere with one set of inputs."""
 
     run: str
     name: str  # "accuracy/forward", "allclose 1e-2"
     kind: Literal["check", "rule"]
-    inputs: Literal["ours", "theirs"] = "ours"  # of a rule: the suite's grid, or ordinary inputs as the suites that use it have them
+    # Of a rule. "ours": the grid of this suite. "theirs": ordinary inputs, as in the suites that use the rule.
+    inputs: Literal["ours", "theirs"] = "ours"
     says: str = ""
     source: str = ""
 
 
 class Trial(msgspec.Struct, tag="trial", kw_only=True, frozen=True):
-    """What one judge said of one specimen in one dtype. What the specimen does not claim is not tried."""
+    """The result of one judge on one specimen in one dtype.
+
+    There is no trial for what the specimen does not claim.
+    """
 
     run: str
     specimen: str
@@ -207,53 +230,71 @@ class Trial(msgspec.Struct, tag="trial", kw_only=True, frozen=True):
     inputs: Literal["ours", "theirs"] = "ours"
     dtype: str
     rejected: bool
-    case: str = ""  # the first on which it was rejected
+    case: str = ""  # the first case on which it was rejected
     said: str = ""
 
 
 class Combined(msgspec.Struct, tag="combined", kw_only=True, frozen=True):
-    """How many combination mutants the checks reject: kernels that are wrong where properties of a call meet.
+    """How many combination mutants the checks reject.
 
-    Of one kind, or of those whose condition names one property.
+    A combination mutant is wrong only where properties of a call meet. A record counts the mutants of one kind, or
+    those whose condition names one property.
     """
 
     run: str
-    suite: str  # which checks: "default", "thorough", "before": those of the suite before its cases were an array
+    suite: str  # the set of checks: "default", "thorough", or "before" (before the cases were a covering array)
     kind: str = ""  # "pairs", "triples", "thresholds"
     about: str = ""  # a property: "head dim"
     rejected: int
     tried: int
 
 
-Record = Environment | Claim | Judgement | Absence | Memory | Traffic | Curve | Resources | Specimen | Judge | Trial | Combined
+Record = (
+    Environment
+    | Claim
+    | Judgement
+    | Absence
+    | Memory
+    | Traffic
+    | Curve
+    | Resources
+    | Specimen
+    | Judge
+    | Trial
+    | Combined
+)
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
 
 
 def figure(value: float) -> float | str:
-    """A number as a record holds it: "nan", "inf" and "-inf" as text, which float() reads back."""
+    """A number as a record holds it. It is text for "nan", "inf" and "-inf", which float() reads back."""
     return float(value) if math.isfinite(value) else str(float(value))
 
 
 def append(path: Path, record: Record) -> None:
-    """Adds one record as a line. A line is written whole, so a crash between two leaves every earlier one readable."""
+    """Appends one record as a line, and makes the folder if needed.
+
+    One write holds the whole line, so a crash between two writes leaves every earlier line readable.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         file.write(_encoder.encode(record) + b"\n")
 
 
 def read(path: Path) -> Iterator[Record]:
-    """The records of a file, in order; one that ends in .gz is unpacked.
+    """The records of a file, in order. A file whose name ends in .gz is unpacked.
 
-    Raises OSError for what is no file, and ValueError naming the file, and the line, that cannot be read; a torn last line is passed over.
+    An incomplete last line is skipped. Raises OSError if the path is not a file. Raises ValueError, which names the
+    file, for a file that cannot be unpacked and for a line that is not a record; for a line it also names the line.
     """
     if not path.is_file():
         raise OSError(f"{path}: {'is a directory; name the record files in it' if path.is_dir() else 'no such file'}")
     content = path.read_bytes()
     try:
         lines = (gzip.decompress(content) if path.suffix == ".gz" else content).split(b"\n")
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:  # the first where it was cut off
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:  # EOFError if the file was cut off
         raise ValueError(f"{path}: cannot be unpacked ({error})") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -261,6 +302,6 @@ def read(path: Path) -> Iterator[Record]:
         try:
             yield _decoder.decode(line)
         except msgspec.MsgspecError as error:
-            if number == len(lines):  # no newline behind it: the writer died in the middle of the line
+            if number == len(lines):  # no newline follows: the writer died in the middle of the line
                 return
             raise ValueError(f"{path}, line {number}: not a record of flashproof ({error})") from error

@@ -1,4 +1,4 @@
-"""The tables of the report: pure functions from evidence to rows."""
+"""The tables of the report. All functions are pure, from evidence to rows."""
 
 import math
 import re
@@ -24,17 +24,17 @@ STATES: dict[State, str] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------------------------- the matrix
+# ----------------------------------------------------------------------------------------------------------- the matrix
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What one check found for one implementation, dtype and machine."""
+    """The result of one check, or of several, for one implementation, dtype and machine."""
 
     state: State
-    worst: Judged | None = None  # of the largest rho
-    cases: int = 0  # different cases, not tensors
-    part: str = ""  # "3 of 24", where not all cases have this state
+    worst: Judged | None = None  # the judgement with the largest rho
+    cases: int = 0  # the number of different cases; the tensors of a case count once
+    part: str = ""  # "3 of 24", if not all cases have this state; empty for "passed"
     note: str = ""  # "3 of 24 failed", "block mask"
 
     @property
@@ -44,7 +44,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the matrix. `nothing` stands for all of `cells` when none was judged, for one reason. `span`: lines of this machine, told in the first."""
+    """One line of the matrix.
+
+    span: how many lines the machine has, in its first line; 0 in the others.
+    cells: one for each check.
+    nothing: stands for all of `cells` if none has a judgement and all have the same state; else None.
+    """
 
     machine: Machine
     span: int
@@ -55,7 +60,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Implementations by checks. `layers` are the groups of columns: a name and how many checks it holds."""
+    """The matrix of implementations by checks.
+
+    layers: the groups of columns, each with its name and its number of checks.
+    """
 
     layers: tuple[tuple[str, int], ...]
     checks: tuple[str, ...]
@@ -63,13 +71,17 @@ class Matrix:
 
 
 def matrix(evidence: Evidence) -> Matrix:
-    """The matrix of every implementation, machine and dtype by every check."""
+    """The matrix: a line for each implementation, machine and dtype, and a column for each check."""
     layers = Counter(check.partition("/")[0] for check in evidence.checks)
     rows = []
     for kernel in evidence.kernels:
         own = {judged.judgement.dtype for judged in kernel.judged}
         dtypes = [dtype for dtype in evidence.dtypes or DTYPES if dtype in DTYPES or dtype in own]
-        lines = [_row(kernel, machine, 0 if line else len(dtypes), dtype, evidence.checks) for machine in kernel.machines for line, dtype in enumerate(dtypes)]
+        lines = [
+            _row(kernel, machine, 0 if line else len(dtypes), dtype, evidence.checks)
+            for machine in kernel.machines
+            for line, dtype in enumerate(dtypes)
+        ]
         rows.append((kernel, tuple(lines)))
     return Matrix(tuple(layers.items()), evidence.checks, tuple(rows))
 
@@ -83,32 +95,45 @@ def _row(kernel: Kernel, machine: Machine, span: int, dtype: str, checks: tuple[
 
 
 def cell(kernel: Kernel, machine: Machine, dtype: str, check: str) -> Cell:
-    """What a check found, or why it found nothing."""
+    """What a check found, or the reason why it found nothing."""
     judged = kernel.judged_in.get((machine, dtype, check))
     return found(judged) if judged else _absent(kernel, machine, dtype, check)
 
 
 def found(judged: list[Judged]) -> Cell:
-    """Sums judgements up: the gravest status, the largest rho, the number of cases. Refusals among passes are a note; alone they are the status."""
+    """Summarises judgements: the worst status, the largest rho and the number of cases.
+
+    Refusals beside other statuses are only a note. If every case was refused, "refused" is the status.
+    """
     by_case: defaultdict[str, list[Judged]] = defaultdict(list)
     for one in judged:
         by_case[one.judgement.case].append(one)
     cases: Counter[State] = Counter(max(of_case, key=severity).judgement.status for of_case in by_case.values())
     state: State = next((status for status in ("failed", "known defect", "passed") if cases[status]), "refused")
     total = len(by_case)
-    notes = [f"{cases[status]} of {total} {words}" for status, words in _PARTS if cases[status] and (status != state or cases[status] < total)]
+    notes = [
+        f"{cases[status]} of {total} {words}"
+        for status, words in _PARTS
+        if cases[status] and (status != state or cases[status] < total)
+    ]
     worst = max(judged, key=lambda one: size(one.rho))
     part = f"{cases[state]} of {total}" if cases[state] < total and state != "passed" else ""
     return Cell(state, worst, total, part, ", ".join(notes) or plural(total, "case"))
 
 
-_PARTS: tuple[tuple[State, str], ...] = (("failed", "failed"), ("known defect", "known defects"), ("refused", "refused"))
+_PARTS: tuple[tuple[State, str], ...] = (
+    ("failed", "failed"),
+    ("known defect", "known defects"),
+    ("refused", "refused"),
+)
 
 
 def _absent(kernel: Kernel, machine: Machine, dtype: str, check: str) -> Cell:
     matching = [(a, m) for a, m in kernel.absences if a.check in ("", check) and a.dtype in ("", dtype)]
-    # A claim holds on every machine of a kind; what is possible depends on the machine.
-    absences = [a for a, m in matching if a.reason == "not claimed" and m.kind == machine.kind] or [a for a, m in matching if m == machine]
+    # A claim is the same on every machine of a kind. What is possible depends on the machine.
+    absences = [a for a, m in matching if a.reason == "not claimed" and m.kind == machine.kind] or [
+        a for a, m in matching if m == machine
+    ]
     if absences:
         most_specific = max(absences, key=lambda a: (a.check != "", a.dtype != ""))
         return Cell(most_specific.reason, note=most_specific.message)
@@ -121,7 +146,11 @@ def _absent(kernel: Kernel, machine: Machine, dtype: str, check: str) -> Cell:
 
 
 def verdict(kernel: Kernel) -> Cell:
-    """The one word for an implementation: failed when anything failed, passed when something passed and nothing failed."""
+    """The one state of an implementation.
+
+    It is "failed" if anything failed, else "known defect" if there is one, else "passed" if anything passed. Without
+    judgements, it is the reason of the first absence, or "not run".
+    """
     if kernel.judged:
         return found(list(kernel.judged))
     reasons = {absence.reason: absence.message for absence, _ in kernel.absences}
@@ -130,20 +159,23 @@ def verdict(kernel: Kernel) -> Cell:
     return Cell("not run")
 
 
-# --------------------------------------------------------------------------------------------------------------------- largest figures
+# ------------------------------------------------------------------------------------------------------ largest figures
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest rho and the largest bias of some judgements; None where none has one."""
+    """The judgements with the largest rho and the largest bias; None where no judgement has one."""
 
     rho: Judged | None
     bias: Judged | None
 
 
 def largest(judged: Iterable[Judged]) -> Largest:
-    """The largest figures. Of the biases, the one that uses up most of what it is allowed: the largest number is often a mean over rows that nearly cancel,
-    with a standard error as large."""
+    """The largest rho and the largest bias.
+
+    The largest bias is the one that uses the largest share of what it is allowed (`lean`). The largest number would be
+    misleading: it is often a mean over rows that nearly cancel, and its standard error is as large.
+    """
     judged = list(judged)
     of_rho = max((j for j in judged if j.rho is not None), key=lambda j: size(j.rho), default=None)
     of_bias = max((j for j in judged if j.judgement.bias is not None), key=lambda j: lean(j.judgement), default=None)
@@ -151,14 +183,14 @@ def largest(judged: Iterable[Judged]) -> Largest:
 
 
 def lean(judgement: Judgement) -> float:
-    """A bias over all that it is allowed: its allowance and four standard errors (oracles/verdict.py). Above 1 it fails."""
+    """|bias| / (allowance + four standard errors). Above 1, the bias fails (oracles/verdict.py)."""
     allowed = (judgement.bias_allowance or 0.0) + 4.0 * (judgement.bias_error or 0.0)
     return size(judgement.bias) / allowed if allowed else size(judgement.bias)
 
 
 @dataclass(frozen=True)
 class LargestRow:
-    """Largest figures of one implementation on one machine, by dtype."""
+    """The largest figures of one implementation on one machine, by dtype."""
 
     kernel: Kernel
     machine: Machine
@@ -166,19 +198,25 @@ class LargestRow:
 
 
 def largest_rows(evidence: Evidence) -> list[LargestRow]:
-    """The largest rho and bias by implementation, machine and dtype."""
+    """The largest rho and bias of each implementation, machine and dtype."""
     rows = []
     for kernel in evidence.kernels:
         for machine in kernel.machines:
             own = [j for j in kernel.judged if j.machine == machine]
             if any(j.rho is not None or j.judgement.bias is not None for j in own):
-                rows.append(LargestRow(kernel, machine, {dtype: largest(j for j in own if j.judgement.dtype == dtype) for dtype in evidence.dtypes}))
+                rows.append(
+                    LargestRow(
+                        kernel,
+                        machine,
+                        {dtype: largest(j for j in own if j.judgement.dtype == dtype) for dtype in evidence.dtypes},
+                    )
+                )
     return rows
 
 
 @dataclass(frozen=True)
 class ByTensor:
-    """Largest figures on one machine: a row for each tensor, a column for each dtype."""
+    """The largest figures on one machine: a row for each tensor, and a column for each dtype."""
 
     machine: Machine
     dtypes: tuple[str, ...]
@@ -194,14 +232,21 @@ class ByTensor:
 
 
 def by_tensor(kernel: Kernel) -> list[ByTensor]:
-    """Largest rho and bias by dtype and tensor, one table a machine."""
+    """The largest rho and bias by dtype and tensor: one table for each machine."""
     tables = []
     for machine in kernel.machines:
         own = [j for j in kernel.judged if j.machine == machine and j.judgement.tensor is not None]
         dtypes = tuple(sorted({j.judgement.dtype for j in own}, key=dtype_order))
         tensors = [tensor for tensor in TENSORS if any(j.judgement.tensor == tensor for j in own)]
         rows = tuple(
-            (tensor, tuple(largest(j for j in own if (j.judgement.tensor, j.judgement.dtype) == (tensor, dtype)) for dtype in dtypes)) for tensor in tensors
+            (
+                tensor,
+                tuple(
+                    largest(j for j in own if (j.judgement.tensor, j.judgement.dtype) == (tensor, dtype))
+                    for dtype in dtypes
+                ),
+            )
+            for tensor in tensors
         )
         if rows:
             tables.append(ByTensor(machine, dtypes, rows))
@@ -209,7 +254,11 @@ def by_tensor(kernel: Kernel) -> list[ByTensor]:
 
 
 def worst_cases(kernel: Kernel, count: int = 3) -> list[Judged]:
-    """The judgements of the largest rho, at most `count` of each machine and dtype, each case once; the largest first."""
+    """The worst judgements that have a rho: at most `count` of each machine and dtype.
+
+    Worse statuses are chosen first, then larger rhos (`evidence.severity`). On one machine, a case is chosen only once.
+    The result is sorted by rho, the largest first.
+    """
     chosen: list[Judged] = []
     groups: Counter[tuple[Machine, str]] = Counter()
     cases: set[tuple[Machine, str]] = set()
@@ -222,12 +271,15 @@ def worst_cases(kernel: Kernel, count: int = 3) -> list[Judged]:
     return sorted(chosen, key=lambda j: size(j.rho), reverse=True)
 
 
-# -------------------------------------------------------------------------------------------------------------------------- sweeps
+# --------------------------------------------------------------------------------------------------------------- sweeps
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Rho along one axis, for one dtype on one machine: at each place and for each tensor the largest."""
+    """Rho along one axis, for one dtype on one machine.
+
+    rows: the places, each with the judgement of the largest rho for each of `tensors`.
+    """
 
     dtype: str
     machine: Machine
@@ -237,7 +289,11 @@ class Panel:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Rho along one axis. `checks` are those that contribute, `certainty` counts how the figures were judged."""
+    """Rho along one axis.
+
+    checks: those that contribute.
+    certainty: how many figures of the panels have each certainty.
+    """
 
     axis: str
     panels: tuple[Panel, ...]
@@ -246,8 +302,10 @@ class Sweep:
 
 
 def sweep(kernel: Kernel, axis: str) -> Sweep | None:
-    """Rho along an axis that judgements name, or None where there are not two places to compare."""
-    along = [j for j in kernel.judged if axis in j.judgement.axes and j.judgement.tensor is not None and j.rho is not None]
+    """Rho along an axis that judgements name. None if no dtype and machine has two places to compare."""
+    along = [
+        j for j in kernel.judged if axis in j.judgement.axes and j.judgement.tensor is not None and j.rho is not None
+    ]
     panels = []
     used: list[Judged] = []
     for machine in kernel.machines:
@@ -260,28 +318,36 @@ def sweep(kernel: Kernel, axis: str) -> Sweep | None:
             rows = []
             for place in places:
                 here = [j for j in own if j.judgement.axes[axis] == place]
-                rows.append((place, tuple(largest(j for j in here if j.judgement.tensor == tensor).rho for tensor in tensors)))
+                rows.append(
+                    (place, tuple(largest(j for j in here if j.judgement.tensor == tensor).rho for tensor in tensors))
+                )
             panels.append(Panel(dtype, machine, tensors, tuple(rows)))
             used += [judged for _, row in rows for judged in row if judged]
     if not panels:
         return None
     checks = tuple(dict.fromkeys(j.judgement.check for j in along))
-    return Sweep(axis, tuple(panels), checks, tuple(Counter(j.judgement.certainty or "not labelled" for j in used).most_common()))
+    return Sweep(
+        axis, tuple(panels), checks, tuple(Counter(j.judgement.certainty or "not labelled" for j in used).most_common())
+    )
 
 
 def axes(kernel: Kernel) -> list[str]:
-    """The axes that judgements of an implementation name, the usual ones first."""
+    """The axes that the judgements of an implementation name: first the usual ones, then all others by name."""
     named = {axis for judged in kernel.judged for axis in judged.judgement.axes}
     usual = ("queries", "magnitude", "score")
     return [axis for axis in usual if axis in named] + sorted(named - set(usual))
 
 
-# Words of a case's line that tell where it stands on an axis.
+# The words of a case's line that give its place on an axis.
 _AXIS_WORDS = {"queries": r"[qk]\d+", "magnitude": r"x[-+.\de]+", "score": r"(x|shift|scale)[-+.\de]+"}
 
 
 def threshold(judged: Judged, kernel: Kernel) -> str:
-    """Where a sweep starts to fail, "passes at magnitude 8, fails from 16", when the cases that differ in one axis alone tell; else empty."""
+    """The place where a sweep starts to fail: "passes at magnitude 8, fails from 16".
+
+    It comes from the cases that differ from the judged one in one axis only. It is empty if these do not separate into
+    passes on one side and other statuses on the other.
+    """
     for axis in judged.judgement.axes:
         siblings = [other for other in kernel.judged if _differ_in(axis, judged, other)]
         failing = [j.judgement.axes[axis] for j in siblings if j.judgement.status != "passed"]
@@ -295,7 +361,13 @@ def threshold(judged: Judged, kernel: Kernel) -> str:
 
 def _differ_in(axis: str, one: Judged, other: Judged) -> bool:
     a, b = one.judgement, other.judgement
-    same = (a.check, a.tensor, a.dtype, one.machine, _rest(a.axes, axis)) == (b.check, b.tensor, b.dtype, other.machine, _rest(b.axes, axis))
+    same = (a.check, a.tensor, a.dtype, one.machine, _rest(a.axes, axis)) == (
+        b.check,
+        b.tensor,
+        b.dtype,
+        other.machine,
+        _rest(b.axes, axis),
+    )
     return same and axis in b.axes and _without(axis, a) == _without(axis, b)
 
 
@@ -308,12 +380,15 @@ def _without(axis: str, judgement: Judgement) -> list[str]:
     return [word for word in judgement.case.split() if pattern is None or not re.fullmatch(pattern, word)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------------- memory
+# --------------------------------------------------------------------------------------------------------------- memory
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Memory at several lengths, all else equal. exponent: of the fit bytes ~ length^exponent; None where fewer than two lengths took any."""
+    """Memory at several lengths, with everything else equal.
+
+    exponent: from the fit bytes ~ length^exponent; None if fewer than two lengths took any memory.
+    """
 
     machine: Machine
     dtype: str
@@ -330,11 +405,17 @@ def memory(kernel: Kernel) -> list[Growth]:
     groups: defaultdict[tuple[Machine, str, str, int, int, str], list[Memory]] = defaultdict(list)
     for record, machine in kernel.memory:
         groups[machine, record.dtype, record.direction, record.heads, record.dim, record.method].append(record)
-    return [Growth(*key, tuple(rows), exponent([(row.length, row.measured_bytes) for row in rows])) for key, rows in groups.items()]
+    return [
+        Growth(*key, tuple(rows), exponent([(row.length, row.measured_bytes) for row in rows]))
+        for key, rows in groups.items()
+    ]
 
 
 def exponent(points: list[tuple[int, int]]) -> float | None:
-    """Slope of the least-squares line through (log x, log y), over the points with y > 0; None with fewer than two different x."""
+    """The slope of the least-squares line through (log x, log y).
+
+    It uses the points with x > 0 and y > 0. It is None if these have fewer than two different x.
+    """
     logs = [(math.log(x), math.log(y)) for x, y in points if x > 0 and y > 0]
     if len({x for x, _ in logs}) < 2:
         return None
@@ -343,21 +424,25 @@ def exponent(points: list[tuple[int, int]]) -> float | None:
     return slope
 
 
-# ---------------------------------------------------------------------------------------------------------------------------- curves
+# --------------------------------------------------------------------------------------------------------------- curves
 
 
 @dataclass(frozen=True)
 class Series:
-    """A curve in words: how far it goes, where it is not finite, and its largest value."""
+    """The summary of a curve.
+
+    gaps: ranges of x without a finite value, both ends included.
+    largest: the finite value with the largest absolute value; None if there is none.
+    """
 
     curve: Curve
     machine: Machine
-    gaps: tuple[tuple[float, float], ...]  # stretches of x where there is no finite value, both ends included
+    gaps: tuple[tuple[float, float], ...]
     largest: float | None
 
 
 def series(curve: Curve, machine: Machine) -> Series:
-    """Sums a curve up for the table beside its chart."""
+    """Summarises a curve for the table beside its chart."""
     gaps: list[tuple[float, float]] = []
     inside = False
     for x, y in sorted(zip(curve.x, curve.y, strict=True), key=lambda point: point[0]):

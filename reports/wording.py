@@ -1,4 +1,4 @@
-"""How figures and findings read: numbers, bytes, and the block of a failure."""
+"""The text of figures and findings: numbers, bytes, and the block of a failure."""
 
 import math
 import re
@@ -8,12 +8,16 @@ from hashlib import sha256
 from flashproof.reports.evidence import size, worst_rho
 from flashproof.reports.record import Covered, Element, Judgement
 
-_AXES = {"out": ("batch", "head", "query", "dim"), "lse": ("batch", "head", "query"), "dq": ("batch", "head", "query", "dim")}
+_AXES = {
+    "out": ("batch", "head", "query", "dim"),
+    "lse": ("batch", "head", "query"),
+    "dq": ("batch", "head", "query", "dim"),
+}
 _KEY_AXES = ("batch", "kv head", "key", "dim")
 
 
 def number(value: float | str | None, digits: int = 2) -> str:
-    """A figure to `digits` significant digits: 0.79, 7.3, 3.1e-5."""
+    """A figure with `digits` significant digits: 0.79, 7.3, 3.1e-5. A dash stands for None."""
     if value is None:
         return "–"
     value = float(value)
@@ -26,7 +30,10 @@ def number(value: float | str | None, digits: int = 2) -> str:
 
 
 def rho(value: float | str | None) -> str:
-    """A rho: two digits, and as many as it takes to tell it from 1, which separates what passes from what fails."""
+    """A rho with two digits, or with as many (up to seven) as distinguish it from 1.
+
+    The value 1 separates a pass from a failure, so a rho beside it must not print as 1.
+    """
     digits = 2
     while value is not None and digits < 7 and float(value) != 1 and number(value, digits) == number(1.0, digits):
         digits += 1
@@ -34,7 +41,7 @@ def rho(value: float | str | None) -> str:
 
 
 def scientific(value: float | str, digits: int = 2) -> str:
-    """3.1e-2: an exponent without padding. Plain from 0.1 to 1000."""
+    """A number such as 3.1e-2, with no zero before its exponent. From 0.1 to 1000 it has no exponent."""
     value = float(value)
     if not math.isfinite(value) or value == 0 or 0.1 <= abs(value) < 1000:
         return "0" if value == 0 else f"{value:.{digits}g}"
@@ -43,19 +50,19 @@ def scientific(value: float | str, digits: int = 2) -> str:
 
 
 def value(number_or_text: float | str, digits: int = 4) -> str:
-    """An element of a tensor, to four digits unless said."""
+    """An element of a tensor, with four digits by default."""
     number = float(number_or_text)
     return f"{number:.{digits}g}" if math.isfinite(number) else str(number)
 
 
 def told_apart(first: float | str, second: float | str) -> tuple[str, str]:
-    """Two elements of tensors, to four digits, and as many as it takes to tell one from the other."""
+    """Two elements of tensors, with four digits, or with as many (up to 16) as distinguish them."""
     digits = next((digits for digits in range(4, 17) if value(first, digits) != value(second, digits)), 4)
     return value(first, digits), value(second, digits)
 
 
 def bytes_(count: int) -> str:
-    """1.00 GiB."""
+    """A number of bytes in the largest fitting unit: "1 GiB"."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while abs(size) >= 1024 and len(units) > 1:
         size /= 1024
@@ -64,7 +71,10 @@ def bytes_(count: int) -> str:
 
 
 def bias_unit(dtype: str) -> str:
-    """The unit of a bias: the bound in float32, a unit in the last place of the output in 16 bit."""
+    """The word for the unit of a bias: the bound in float32, and "ulp" of the output in 16 bit.
+
+    In 16 bit, the unit is the mean of u_o |exact| (`oracles.verdict.Bias`).
+    """
     return "times the bound" if dtype == "float32" else "ulp"
 
 
@@ -79,7 +89,7 @@ def repeat_line(judgement: Judgement) -> str:
 
 
 def where(judgement: Judgement) -> str:
-    """The place of the worst element: [batch 0, head 3, query 517, dim 12]."""
+    """The place of the worst element: "[batch 0, head 3, query 517, dim 12]"."""
     if judgement.worst is None:
         return ""
     axes = _AXES.get(judgement.tensor or "", _KEY_AXES)
@@ -90,26 +100,34 @@ def where(judgement: Judgement) -> str:
 
 
 def failure_block(judgement: Judgement, threshold: str = "") -> str:
-    """A failure as it is printed: what failed, by how much, where, and the command that repeats it.
+    """The text of a failure: what failed, by how much, where, and the command that repeats it.
 
-    threshold: "passes at magnitude 8, fails from 16", from a sweep. It is shown where the run itself found no such words.
+    threshold: the result of a sweep, such as "passes at magnitude 8, fails from 16". It is shown if the judgement has
+        no message of its own.
     """
     lines = finding(judgement, judgement.implementation, judgement.tensor or judgement.check, judgement.dtype)
     message = judgement.message.strip()
-    message += "\n" if "\n\n" in message else ""  # code stands apart
+    message += "\n" if "\n\n" in message else ""  # an empty line separates code from the command
     lines += ["" if message else threshold, message, f"again: {repeat_line(judgement)}"]
     return "\n".join(line for line in lines if line)
 
 
 def finding(judgement: Judgement, *about: str) -> list[str]:
-    """The lines that tell of a judgement's figures: rho, the worst element, what its row looks like, the bias. about: the words that they begin with."""
+    """The lines about the figures of a judgement: rho, the worst element, the properties of its row, and the bias.
+
+    about: the words at the beginning of the first line.
+    """
     worst = worst_rho(judgement)
     head = "  ".join(about)
     lines = []
     if worst is not None:
         statistical = size(judgement.rho_statistical) > size(judgement.rho)
         head += f"  rho {rho(worst)}" + (" (statistical)" if statistical else "")
-        figures = [] if judgement.worst is None else [f"{what} {size}" for what, size in zip(("error", "bound"), _sizes(judgement.worst), strict=True)]
+        figures = (
+            []
+            if judgement.worst is None
+            else [f"{what} {size}" for what, size in zip(("error", "bound"), _sizes(judgement.worst), strict=True)]
+        )
         figures += [judgement.certainty] if judgement.certainty else []
         head += "   " + ", ".join(figures) if figures else ""
     lines.append(head)
@@ -123,13 +141,15 @@ def finding(judgement: Judgement, *about: str) -> list[str]:
 
 
 def _sizes(worst: Element) -> tuple[str, str]:
-    """Error and bound, to two digits, and as many as it takes to tell them apart."""
-    digits = next((digits for digits in range(2, 9) if scientific(worst.error, digits) != scientific(worst.bound, digits)), 2)
+    """Error and bound, with two digits, or with as many (up to eight) as distinguish them."""
+    digits = next(
+        (digits for digits in range(2, 9) if scientific(worst.error, digits) != scientific(worst.bound, digits)), 2
+    )
     return scientific(worst.error, digits), scientific(worst.bound, digits)
 
 
 def bias_line(judgement: Judgement) -> str:
-    """bias 0.31 ulp, standard error 0.02, allowance 0.25."""
+    """The line about a bias: "bias 0.31 ulp, standard error 0.02, allowance 0.25"."""
     words = f"bias {number(judgement.bias)} {bias_unit(judgement.dtype)}"
     if judgement.bias_error is not None:
         words += f", standard error {number(judgement.bias_error)}"
@@ -139,8 +159,11 @@ def bias_line(judgement: Judgement) -> str:
 
 
 def stem(name: str) -> str:
-    """A file name (less its suffix) and anchor for any name, on any file system: lower-case names of letters, digits, dots, dashes and underscores are kept,
-    every other one is stripped to these and told apart by a digest."""
+    """A file name without suffix, and an anchor, for any name and on any file system.
+
+    A short name of lower-case letters, digits, dots, dashes and underscores stays as it is, unless it is reserved. In
+    every other name, dashes replace unsafe characters. A digest of the name is added to it, so names stay different.
+    """
     reserved = re.match(r"(index|mutants|con|prn|aux|nul|com\d|lpt\d)(\.|$)", name, re.IGNORECASE)
     if re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,79}", name) and not name.endswith(".") and not reserved:
         return name
@@ -150,16 +173,17 @@ def stem(name: str) -> str:
 
 
 def covered(found: Covered) -> str:
-    """What the cases of a run hold, in words."""
+    """The coverage of the cases of a run, in words."""
     pairs = "all" if found.pairs == found.possible_pairs else f"{found.pairs} of"
     share = 100.0 * found.triples / max(1, found.possible_triples)
     left_out = [f"{found.forbidden} pairs are not claimed"] if found.forbidden else []
     left_out += [f"{found.no_room} are too large for the run"] if found.no_room else []
-    return f"{pairs} {found.possible_pairs} pairs of levels and {share:.0f} % of the triples in {found.cases} cases" + "".join(
-        f"; {words}" for words in left_out
+    return (
+        f"{pairs} {found.possible_pairs} pairs of levels and {share:.0f} % of the triples in {found.cases} cases"
+        + "".join(f"; {words}" for words in left_out)
     )
 
 
 def plural(count: int, noun: str) -> str:
-    """1 case, 24 cases."""
+    """A count with its noun: "1 case", "24 cases"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
