@@ -1,10 +1,10 @@
-"""Holds tensors to the shapes that signatures name, while the tests of the suite itself run.
+"""Checks that tensors have the shapes that signatures name, while the tests of the suite itself run.
 
-jaxtyping wraps every function and dataclass of the modules below when they are imported, and beartype asks each
-argument and each result. In a verification nothing is wrapped: its time counts.
+jaxtyping wraps every function and dataclass of the modules below when they are imported. beartype then checks each
+argument and each result. A verification wraps nothing, because it must not be slowed down.
 
-Not among them: `impls.call`, whose own checks have to see wrong arguments first, and `impls.triton`, whose kernels must
-reach Triton as they are.
+Two modules are not wrapped. The checks of `impls.call` must see wrong arguments first. The kernels of `impls.triton`
+must reach Triton unchanged.
 """
 
 from collections.abc import Generator
@@ -24,11 +24,11 @@ CHECKED = (
     "flashproof.impls.cuda",
 )
 SUITE = Path(__file__).resolve().parent
-MUTANTS = SUITE / "mutants"  # a mutant must be rejected by a check, which judges what it answers
+MUTANTS = SUITE / "mutants"  # not checked here: a check must reject a mutant because of its answer
 
 
 def wrap() -> None:
-    """Imports the modules, wrapped and at rest."""
+    """Imports the modules, wrapped. The checks are off."""
     jaxtyping.config.update("jaxtyping_disable", True)
     with jaxtyping.install_import_hook(CHECKED, "beartype.beartype"):
         for name in CHECKED:
@@ -39,7 +39,10 @@ def wrap() -> None:
 
 @contextmanager
 def held(item: pytest.Item) -> Generator[None, None, None]:
-    """While this is open, wrong shapes raise jaxtyping.TypeCheckError, if the item is a test of the suite itself."""
+    """While the context is open, wrong shapes raise jaxtyping.TypeCheckError.
+
+    This holds if the item is a test of the suite itself and not a test of mutants.
+    """
     path = item.path.resolve()
     jaxtyping.config.update("jaxtyping_disable", not path.is_relative_to(SUITE) or path.is_relative_to(MUTANTS))
     try:
@@ -50,6 +53,6 @@ def held(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Holds what a test and its fixtures do. The root conftest.py registers this module as a plugin."""
+    """Checks the shapes while a test and its fixtures run. The root conftest.py registers this module as a plugin."""
     with held(item):
         return (yield)

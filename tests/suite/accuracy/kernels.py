@@ -1,4 +1,4 @@
-"""Attention of torch, and what is wrong with patched copies of it."""
+"""Attention kernels for the tests: torch's own, and wrong ones."""
 
 import math
 from collections.abc import Callable
@@ -15,25 +15,36 @@ Kernel = Callable[..., Tensor]
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool) -> Tensor:
-    """Torch's own."""
-    return functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    """Calls torch's attention."""
+    return functional.scaled_dot_product_attention(
+        query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
-def scaled_wrong(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool) -> Tensor:
-    """A scale off by 0.1 %."""
+def scaled_wrong(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool
+) -> Tensor:
+    """Has a scale that is wrong by 0.1 %."""
     return sdpa(query, key, value, is_causal=is_causal, scale=1.001 * scale, enable_gqa=enable_gqa)
 
 
 def leaking(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool) -> Tensor:
-    """A key of padding, all 0, is seen: behind the last one, and under a causal mask the next one."""
+    """Shows one key too many to each query.
+
+    A key of zeros is added after the last one, as padding. Under a causal mask, each query also sees the next key.
+    """
     key, value = (torch.cat([tensor, torch.zeros_like(tensor[:, :, :1])], dim=2) for tensor in (key, value))
     seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
     mask = seen.tril(1) if is_causal else seen
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+    )
 
 
-def without_maximum(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool) -> Tensor:
-    """Exponentials of the scores as they are: they overflow above 88.7."""
+def without_maximum(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool
+) -> Tensor:
+    """Does not subtract the maximum of the scores. The exponentials overflow above 88.7."""
     groups = query.shape[1] // key.shape[1] if enable_gqa else 1
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scores = scale * (query.float() @ key.float().mT)
@@ -45,13 +56,13 @@ def without_maximum(query: Tensor, key: Tensor, value: Tensor, *, is_causal: boo
 
 
 def asked(case: Case) -> dict[str, Any]:
-    """The keywords of a case, for a kernel and for the judge alike."""
+    """Returns the keywords of a case, for a kernel and for `judge`."""
     scale = 1.0 / math.sqrt(case.dim) if case.scale is None else case.scale
     return {"is_causal": case.mask == "causal", "scale": scale, "enable_gqa": case.heads != case.kv_heads}
 
 
 def answered(kernel: Kernel, case: Case) -> tuple[Inputs, dict[str, Any]]:
-    """A case's tensors, and what a kernel answers: out, dq, dk, dv."""
+    """Returns the tensors of a case and the answer of a kernel: out, dq, dk, dv."""
     given = inputs(case)
     leaves = [tensor.detach().requires_grad_() for tensor in (given.query, given.key, given.value)]
     out = kernel(*leaves, **asked(case))

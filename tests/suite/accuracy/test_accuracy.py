@@ -1,4 +1,4 @@
-"""`flashproof.judge` and `flashproof.assert_accurate`: the suite's verdict on anyone's tensors."""
+"""Tests `flashproof.judge` and `flashproof.assert_accurate`: the verdict of the suite on tensors from anywhere."""
 
 import math
 import re
@@ -42,7 +42,7 @@ SHAPES = [
 
 
 def judged(case: Case, kernel: Kernel, *, dv: bool = True) -> flashproof.Verdicts:
-    """The verdicts on what a kernel answers to a case."""
+    """Returns the verdicts on the answer of a kernel to a case."""
     given, answer = answered(kernel, case)
     out = answer.pop("out")
     if not dv:
@@ -64,7 +64,9 @@ def test_the_verdict_is_that_of_the_suite(shape: str, dtype: Dtype) -> None:
     case = Case.parse(f"{shape} {dtype}")
     verdicts = judged(case, sdpa)
     tensors: dict[Any, Tensor] = {name: tensor.detach() for name, tensor in answered(sdpa, case)[1].items()}
-    of_suite = judging.judge(Answer(tensors, 0.0), case, arithmetic_of_callables(dtype, "cpu"), ("out", "dq", "dk", "dv"))
+    of_suite = judging.judge(
+        Answer(tensors, 0.0), case, arithmetic_of_callables(dtype, "cpu"), ("out", "dq", "dk", "dv")
+    )
     assert len(of_suite) == len(verdicts)
     for theirs in of_suite:
         ours = verdicts[theirs.tensor]
@@ -76,10 +78,10 @@ def test_the_verdict_is_that_of_the_suite(shape: str, dtype: Dtype) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kernel", [scaled_wrong, leaking, without_maximum])
 def test_wrong_kernels_are_rejected(kernel: Kernel, shape: str, dtype: Dtype) -> None:
-    """The scale in 16 bit where scores are large: bfloat16 itself rounds by four times 0.1 %."""
+    """The wrong scale is tested with large scores, because bfloat16 itself rounds by four times 0.1 %."""
     magnitude = {scaled_wrong: " x8", leaking: "", without_maximum: " x40"}[kernel]
     case = Case.parse(f"{shape} {dtype}{magnitude}")
-    # Torch's dV on a CPU is summed in 16 bit: it may be wrong itself (tests/known_defects.toml).
+    # On a CPU, torch sums dV in 16 bit, so its dV may be wrong (tests/known_defects.toml).
     assert not magnitude or judged(case, sdpa, dv=dtype == "float32").passed
     assert not judged(case, kernel, dv=dtype == "float32").passed
 
@@ -89,7 +91,9 @@ def test_a_scale_off_by_a_thousandth_is_seen_in_gradients_alone(dtype: Dtype) ->
     case = Case.parse(f"b1 h2 q70 k70 d40 causal {dtype}")
     given, answer = answered(scaled_wrong, case)
     for name in ("dq", "dk", "dv"):
-        verdicts = flashproof.judge(None, given.query, given.key, given.value, dout=given.dout, **asked(case), **{name: answer[name]})
+        verdicts = flashproof.judge(
+            None, given.query, given.key, given.value, dout=given.dout, **asked(case), **{name: answer[name]}
+        )
         assert not verdicts.passed, name
 
 
@@ -97,7 +101,7 @@ def test_a_scale_off_by_a_thousandth_is_seen_in_gradients_alone(dtype: Dtype) ->
 
 
 def text_of(out: Tensor | None, query: Tensor, key: Tensor, value: Tensor, **keywords: Any) -> str:
-    """The message of the assertion."""
+    """Returns the message of the failed assertion."""
     with pytest.raises(AssertionError) as caught:
         flashproof.assert_accurate(out, query, key, value, **keywords)
     return str(caught.value)
@@ -148,7 +152,7 @@ def test_a_bias_is_told_of() -> None:
     told = verdicts["out"].exact
     assert told is not None
     own = bounds.evaluate(given.problem(case), [bounds.FLOAT64], backward=False).bounds[0].out
-    assert ((told - exact).abs() <= 2.0 * own).all()  # two results of float64, each inside its own bound
+    assert ((told - exact).abs() <= 2.0 * own).all()  # two float64 results, each within the bound
     assert ((truncated.double() - exact).abs() <= bound).all()
 
 
@@ -189,10 +193,14 @@ def test_tensors_in_the_wrong_place_are_named() -> None:
     over_heads = fa2(*(tensor.transpose(1, 2) for tensor in (query, query, query))).transpose(1, 2)
     assert "for tensors of the layout [batch, length, heads, dim]" in text_of(over_heads, query, query, query)
     memory = fa2(query, query, query).transpose(1, 2).reshape(query.shape)
-    assert "this is the answer if its memory is read as [batch, length, heads, dim]" in text_of(memory, query, query, query)
+    assert "this is the answer if its memory is read as [batch, length, heads, dim]" in text_of(
+        memory, query, query, query
+    )
     out, lse = fa2(query, query, query, return_lse=True)
     lse = lse / math.log(2.0)
-    assert "lse is 1.443 times the exact result, which makes it a logarithm to base 2" in text_of(out, query, query, query, lse=lse)
+    assert "lse is 1.443 times the exact result, which makes it a logarithm to base 2" in text_of(
+        out, query, query, query, lse=lse
+    )
 
 
 # ------------------------------------------------------------------------------------------------ what is taken
@@ -225,12 +233,14 @@ def test_nan_in_a_key_that_no_query_sees_changes_nothing() -> None:
     query, key, value = (torch.randn(1, 2, 40, 16) for _ in range(3))
     longer = [torch.cat([tensor, torch.full((1, 2, 9, 16), math.nan)], dim=2) for tensor in (key, value)]
     flashproof.assert_accurate(sdpa_causal(query, key, value), query, *longer, is_causal=True)
-    with pytest.raises(ValueError, match=r"key: holds nan at \[0, 0, 40, 0\], where a result depends on it; give finite numbers"):
+    with pytest.raises(
+        ValueError, match=r"key: holds nan at \[0, 0, 40, 0\], where a result depends on it; give finite numbers"
+    ):
         flashproof.judge(query, query, *longer)
 
 
 def sdpa_causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Torch's own, under a causal mask."""
+    """Calls torch's attention with a causal mask."""
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
@@ -256,7 +266,7 @@ def test_the_state_of_the_caller_does_not_matter() -> None:
 
 
 def test_a_claim_decides() -> None:
-    """Torch casts its weights to bfloat16, which is claimed unless one says otherwise."""
+    """Torch casts its weights to bfloat16. The default claim allows this, and a finer claim does not."""
     query, key, value = (torch.randn(1, 2, 60, 32).bfloat16() for _ in range(3))
     out = sdpa_causal(query, key, value)
     assert flashproof.judge(out, query, key, value, is_causal=True).passed
@@ -266,7 +276,7 @@ def test_a_claim_decides() -> None:
 
 
 def test_long_inputs_take_memory_in_proportion() -> None:
-    """What stands at once is some rows of scores: as many numbers as keys, times a constant."""
+    """Only some rows of scores are in memory at once: as many numbers as keys, times a constant."""
     largest = []
     for length in (2048, 4096):
         case = Case.parse(f"b1 h2 q{length} k{length} d4")
@@ -278,7 +288,11 @@ def test_long_inputs_take_memory_in_proportion() -> None:
 
 Q = torch.randn(1, 2, 8, 16)
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"out": None}, ValueError, "out: None was given, and so were lse, dq, dk and dv; give at least one result of the kernel"),
+    (
+        {"out": None},
+        ValueError,
+        "out: None was given, and so were lse, dq, dk and dv; give at least one result of the kernel",
+    ),
     ({"out": [1.0]}, TypeError, r"out: list is not a tensor; give one of shape \[1, 2, 8, 16\]"),
     ({"out": Q.mT}, ValueError, r"out: shape \[1, 2, 16, 8\] does not fit the inputs; give \[1, 2, 8, 16\]$"),
     ({"out": Q.transpose(1, 2)}, ValueError, r"give \[1, 2, 8, 16\], that is out.transpose\(1, 2\)"),
@@ -290,7 +304,11 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dout": Q, "dk": Q[:, :1]}, ValueError, r"dk: shape \[1, 1, 8, 16\] does not fit the inputs"),
     ({"dout": Q[:, :, :4], "dq": Q}, ValueError, r"dout: shape \[1, 2, 4, 16\] does not fit the inputs"),
     ({"query": Q.double()}, TypeError, "query: dtype torch.float64 is not taken; give float32, float16 or bfloat16"),
-    ({"query": Q * math.inf}, ValueError, r"query: holds (inf|-inf) at \[0, 0, 0, 0\], where a result depends on it; give finite numbers"),
+    (
+        {"query": Q * math.inf},
+        ValueError,
+        r"query: holds (inf|-inf) at \[0, 0, 0, 0\], where a result depends on it; give finite numbers",
+    ),
     ({"key": Q[:, :1], "value": Q[:, :1]}, ValueError, "enable_gqa=True"),
     ({"scale": "1"}, TypeError, "scale: '1' is not a number"),
     ({"causal_alignment": "left"}, ValueError, "causal_alignment: 'left' is unknown"),
@@ -313,16 +331,18 @@ def test_nan_in_an_answer_is_a_verdict() -> None:
 
 
 def replace_first(tensor: Tensor, number: float) -> Tensor:
-    """A copy with another first element."""
+    """Returns a copy with another first element."""
     changed = tensor.clone()
     changed[0, 0, 0, 0] = number
     return changed
 
 
 def test_what_the_readme_says_of_a_wrong_scale() -> None:
-    """An error of 0.1 % in the scale, which allclose does not see."""
+    """The scale is wrong by 0.1 %, which allclose does not see. The figures in the README must hold."""
     generator = torch.Generator().manual_seed(0)
-    query, key, value, dout = (torch.randn(2, 4, 256, 64, generator=generator, requires_grad=number < 3) for number in range(4))
+    query, key, value, dout = (
+        torch.randn(2, 4, 256, 64, generator=generator, requires_grad=number < 3) for number in range(4)
+    )
 
     def answer(scale: float) -> list[Tensor]:
         out = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
@@ -335,6 +355,8 @@ def test_what_the_readme_says_of_a_wrong_scale() -> None:
     verdicts = flashproof.judge(**given)
     rho = max(judged.worst_rho for judged in verdicts.values())
     readme = " ".join((Path(__file__).resolve().parents[3] / "README.md").read_text().split())
-    limit, times = re.search(r"differ by less than ([0-9.]+)\. .* more than (\d+) times as large", readme).groups()  # type: ignore[union-attr]
+    limit, times = re.search(  # type: ignore[union-attr]
+        r"differ by less than ([0-9.]+)\. .* more than (\d+) times as large", readme
+    ).groups()
     assert largest < float(limit)
     assert rho > float(times)

@@ -1,4 +1,4 @@
-"""Which other question a wrong answer does answer, as the failures of a check say it."""
+"""Tests that the failures of a check say which other question a wrong answer is the answer to."""
 
 import math
 from collections.abc import Callable
@@ -24,34 +24,34 @@ ALL = ("out", "dq", "dk", "dv")
 
 
 def scale_1(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
-    """The division by sqrt(dim) is forgotten."""
+    """Forgets the division by sqrt(dim)."""
     return SDPA(query, key, value, is_causal=is_causal, scale=1.0)
 
 
 def scale_off_by_a_thousandth(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
-    """No output of small scores shows it, but the gradients do."""
+    """Has a scale that is wrong by 0.1 %. With small scores, the gradients show this and the output does not."""
     return SDPA(query, key, value, is_causal=is_causal, scale=1.001 / math.sqrt(query.shape[-1]))
 
 
 def no_mask(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Takes a mask and forgets it."""
+    """Takes a causal mask and ignores it."""
     return SDPA(query, key, value)
 
 
 def bottom_right(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
-    """The alignment of another library."""
+    """Aligns the causal mask at the bottom right, as another library does."""
     seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
     return SDPA(query, key, value, attn_mask=seen if is_causal else None)
 
 
 def other_layout(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Takes [batch, length, heads, dim]."""
+    """Reads its tensors as [batch, length, heads, dim]."""
     turned = (tensor.transpose(1, 2) for tensor in (query, key, value))
     return SDPA(*turned, is_causal=is_causal).transpose(1, 2)
 
 
 def exchanged(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Key and value in the wrong order."""
+    """Takes key and value in the wrong order."""
     return SDPA(query, value, key, is_causal=is_causal)
 
 
@@ -60,13 +60,16 @@ SAID: dict[Callable[..., Tensor], tuple[str, str]] = {
     scale_off_by_a_thousandth: ("causal", "this is the answer with a scale of 0.177, not 0.1768"),
     no_mask: ("causal", "this is the answer without the causal mask"),
     bottom_right: ("k60 causal", "this is the answer with the causal mask aligned at the bottom right"),
-    other_layout: ("", "this is the answer for tensors of the layout [batch, length, heads, dim]: it attends over heads"),
+    other_layout: (
+        "",
+        "this is the answer for tensors of the layout [batch, length, heads, dim]: it attends over heads",
+    ),
     exchanged: ("", "this is the answer with key and value exchanged"),
 }
 
 
 def failures(kernel: Callable[..., Tensor], line: str, note: str = "") -> tuple[list[Judgement], int]:
-    """The failures of a check that runs one case twice, and how often it called the kernel."""
+    """Runs a check that judges one case twice. Returns its failures and the number of calls of the kernel."""
     calls = 0
 
     def counted(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
@@ -76,7 +79,16 @@ def failures(kernel: Callable[..., Tensor], line: str, note: str = "") -> tuple[
 
     case, records = Case.parse(f"b1 h2 q40 d32 {line}"), list[Record]()
     implementation = of_callable(counted, kernel.__name__)
-    subject = Subject(implementation, case.dtype, "cpu", "accuracy/forward", space_of(implementation), [case], run="", emit=records.append)
+    subject = Subject(
+        implementation,
+        case.dtype,
+        "cpu",
+        "accuracy/forward",
+        space_of(implementation),
+        [case],
+        run="",
+        emit=records.append,
+    )
     for _ in range(2):
         answer = subject.attend(case, backward=True)
         assert answer is not None
@@ -89,8 +101,8 @@ def test_the_first_failure_names_the_question(kernel: Callable[..., Tensor]) -> 
     line, words = SAID[kernel]
     found, calls = failures(kernel, line)
     assert words in wording.failure_block(found[0]).splitlines()
-    assert not any(words in failure.message for failure in found[1:])  # once is enough
-    assert calls == 2  # the answer is looked at again, and no kernel is called for it
+    assert not any(words in failure.message for failure in found[1:])  # only the first failure names the question
+    assert calls == 2  # finding the question calls no kernel
 
 
 def test_what_a_check_says_stands_beside_the_question() -> None:
@@ -140,7 +152,7 @@ def test_a_row_of_few_keys_reads_well(line: str, query: int, words: str) -> None
     [
         ("q40 k70 d32 causal shift-250000 seed3", "out", torch.zeros_like),  # where the bound is wide
         ("q40 k70 d32 spike x88 seed4", "dq", torch.ones_like),  # where the exact result is nearly 0
-        ("q1 k300 d16 spike x16", "lse", torch.ones_like),  # one number is a multiple of any other
+        ("q1 k300 d16 spike x16", "lse", torch.ones_like),  # any number is a multiple of any other
     ],
 )
 def test_nothing_is_explained_by_chance(line: str, name: Any, wrong: Callable[[Tensor], Tensor]) -> None:

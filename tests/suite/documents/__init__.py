@@ -1,1 +1,1 @@
-"""Pages of docs/ that are made from the code, and the tests that keep them current."""
+"""Generates the pages of docs/ that come from the code, and tests that they are current."""

@@ -1,4 +1,4 @@
-"""`python -m flashproof.tests.suite.documents` writes the pages of docs/ that are made from the code."""
+"""`python -m flashproof.tests.suite.documents` writes the pages of docs/ that come from the code."""
 
 from flashproof.tests.suite.documents import checks
 

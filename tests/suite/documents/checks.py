@@ -1,4 +1,4 @@
-"""docs/checks.md: every check, what it asks, its cases, and the mutants that it rejects first."""
+"""Generates docs/checks.md: every check, what it asks, its cases, and the mutants that it rejects first."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "checks.md"
 MATRIX = ROOT / "reports" / "records" / "mutants.jsonl.gz"
 COMBINATIONS = ROOT / "reports" / "records" / "combinations.jsonl.gz"
-# A kernel that claims all that shapes cases.
+# A kernel with all claims that cases depend on.
 KERNEL = Implementation(name="", attention=lambda *_: None, supports=replace(OWN_KERNELS, block_mask=True))
-SHOWN = 6  # mutants of a check whose names the page shows
+SHOWN = 6  # for each check, the page shows the names of at most so many mutants
 SPACE = """
 ## The space of cases
 
@@ -43,7 +43,8 @@ COMBINED = """
 A combination mutant is a right kernel that is wrong only where two or three properties of a call meet, or beyond a
 size. It is wrong in one tensor, by 1 % of every number, by a few bits, in its last row or in one head. Its condition is
 drawn at random and not from the array.
-`python -m flashproof.tests.suite.mutants.combinations --thorough` draws them anew. The last row shows the suite when its
+`python -m flashproof.tests.suite.mutants.combinations --thorough` draws them anew. The last row shows the suite when \
+its
 cases were lists by hand.
 
 | checks | two properties meet | three properties meet | a size is beyond a limit |
@@ -68,9 +69,15 @@ trial of the mutants.
 
 
 def page() -> str:
-    """The text of the page."""
+    """Returns the text of the page."""
     caught = _caught()
-    parts = [HEAD, SPACE, *(f"| {factor.name} | {_listed(factor.levels)} |\n" for factor in FACTORS), _covered(), _combined()]
+    parts = [
+        HEAD,
+        SPACE,
+        *(f"| {factor.name} | {_listed(factor.levels)} |\n" for factor in FACTORS),
+        _covered(),
+        _combined(),
+    ]
     for layer in LAYERS:
         parts.append(f"\n## {layer.capitalize()}\n")
         parts.append("\n| check | what it asks | cases | needs | mutants |\n| --- | --- | --- | --- | --- |\n")
@@ -79,7 +86,7 @@ def page() -> str:
 
 
 def _listed(levels: Sequence[str]) -> str:
-    """The levels of a factor. The multiples of eight, of which there are many, are named by their ends."""
+    """Returns the levels of a factor as text. Ten or more multiples of eight are given as a range."""
     eighths = [level for level in levels if level.isdigit() and int(level) % 8 == 0]
     if len(eighths) < 10:
         return ", ".join(levels)
@@ -88,7 +95,7 @@ def _listed(levels: Sequence[str]) -> str:
 
 
 def _covered() -> str:
-    """What the array of a kernel that claims everything holds, on a CPU."""
+    """Describes what the array contains for a kernel that claims everything, on a CPU."""
     space = space_of(KERNEL)
     pairs, triples = space.coverage
     return COVERED.format(
@@ -102,7 +109,7 @@ def _covered() -> str:
 
 
 def _combined() -> str:
-    """The combination mutants that were rejected, by the checks of each suite. Nothing before they were measured."""
+    """Returns the table of combination mutants that the checks of each suite rejected. Empty without a measurement."""
     if not COMBINATIONS.exists():
         return ""
     records = [record for record in read(COMBINATIONS) if isinstance(record, Combined)]
@@ -139,7 +146,7 @@ def _mutants(first: list[str], named: list[str]) -> str:
 
 
 def _caught() -> dict[str, tuple[list[str], list[str]]]:
-    """The mutants that each check is the first to reject, and those that name it."""
+    """Returns, for each check, the mutants that it is the first to reject, and those that name it."""
     mutation = gather([MATRIX]).mutation
     first: defaultdict[str, list[str]] = defaultdict(list)
     named: defaultdict[str, list[str]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""The generated pages say what the code says, and links lead somewhere."""
+"""Tests that the generated pages agree with the code, and that every link leads to a file."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ PAGES = [path for path in ROOT.rglob("*.md") if not any(part.startswith(".") for
 
 
 def test_the_page_of_the_checks_is_current() -> None:
-    """`python -m flashproof.tests.suite.documents` writes it anew."""
+    """If this fails, `python -m flashproof.tests.suite.documents` writes the page again."""
     assert checks.PAGE.read_text() == checks.page()
 
 

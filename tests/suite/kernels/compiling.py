@@ -1,9 +1,13 @@
-"""Compiles the Triton kernels for GPUs that are not there, and reads what the compiler says: registers, spilled bytes, shared memory.
+"""Compiles the Triton kernels for GPUs that this machine does not have, and reads the output of the compiler.
 
-Nothing here knows a kernel. The public function of an implementation is called with tensors that have no data, forward and backward, and every launch that it
-would make is compiled instead: exactly the kernels, constants and tile sizes that are shipped. This happens in a process of its own, because Triton
-decides between compiler and interpreter when a kernel is defined: `python -m
-flashproof.tests.suite.kernels.compiling` reads jobs as JSON and answers with records.
+The output gives registers, spilled bytes and shared memory.
+
+This module knows no kernel. It calls the public function of an implementation, forward and backward, with tensors that
+have no data. Instead of running a launch, it compiles the kernel. So it compiles exactly the kernels, constants and
+tile sizes that are shipped.
+
+Triton chooses between compiler and interpreter when a kernel is defined. For this reason, a separate process compiles:
+`python -m flashproof.tests.suite.kernels.compiling` reads jobs as JSON and answers with records.
 """
 
 import ast
@@ -36,26 +40,32 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# Bytes of shared memory that one block may have, by target. CUDA C++ Programming Guide, technical specifications per compute capability.
+# The largest shared memory of one block in bytes, by target. Source: CUDA C++ Programming Guide, technical
+# specifications per compute capability.
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 
 
 @dataclass(frozen=True)
 class Job:
-    """The kernels of one implementation, forward and backward, for one target, dtype, head dim and mask."""
+    """The kernels of one implementation to compile, forward and backward, for one target, dtype, head dim and mask."""
 
-    implementation: str  # a name of the catalogue
-    target: str  # "sm_90"
+    implementation: str  # a name in the catalogue
+    target: str  # for example "sm_90"
     dtype: Dtype
     dim: int
     causal: bool
-    max_registers: int | None = None  # instead of what the compiler finds best; then the kernel is not as it is shipped
+    max_registers: int | None = None  # a limit for the compiler; with a limit, the kernel is not the shipped one
 
 
 def resources(jobs: Iterable[Job], run: str) -> list[Resources]:
-    """What every kernel of the jobs takes. Raises RuntimeError with the compiler's words where one does not compile.
+    """Returns what every kernel of the jobs takes: registers, spilled bytes and shared memory.
 
-    Compiling takes minutes, so what was found is kept, in the repository (`said.py`) and in the user's cache folder, by job, sources and compiler.
+    Compilation takes minutes. So answers are kept by job, sources and compiler: in the repository (`said.py`) and in
+    the user's cache folder.
+
+    run: the run that the records belong to.
+    Raises RuntimeError with the output of the compiler if a kernel does not compile, and ValueError if an answer
+    differs from the one in the repository.
     """
     keys = {job: _key(job) for job in jobs}
     words = {job: kept for job, key in keys.items() if (kept := said.recall(key) or _cached(key)) is not None}
@@ -67,20 +77,39 @@ def resources(jobs: Iterable[Job], run: str) -> list[Resources]:
         unfinished.replace(_place(keys[job]))
     for job, answer in words.items():
         said.hold(keys[job], answer)
-    return [msgspec.structs.replace(record, run=run) for job in keys for record in msgspec.json.decode(words[job], type=list[Resources])]
+    return [
+        msgspec.structs.replace(record, run=run)
+        for job in keys
+        for record in msgspec.json.decode(words[job], type=list[Resources])
+    ]
 
 
 def _key(job: Job) -> str:
-    """A hash of all that the answer to a job depends on."""
-    sources = [ROOT / "impls" / "call.py", ROOT / "impls" / "spec.py", *sorted((ROOT / "impls" / "triton").glob("*.py"))]
-    versions = metadata.version("triton"), metadata.version("torch").partition("+")[0]  # whatever GPU or none torch was built for
-    options = sorted((name, value) for name, value in os.environ.items() if name.startswith("TRITON_") and name not in {"TRITON_INTERPRET", "TRITON_CACHE_DIR"})
-    depends = job, versions, options, Resources.__struct_fields__, [(path.name, _code(path)) for path in [*sources, Path(__file__)]]
+    """Returns a hash of everything that the answer to a job depends on."""
+    sources = [
+        ROOT / "impls" / "call.py",
+        ROOT / "impls" / "spec.py",
+        *sorted((ROOT / "impls" / "triton").glob("*.py")),
+    ]
+    # The part after "+" names the CUDA version that torch was built for. It does not matter here.
+    versions = metadata.version("triton"), metadata.version("torch").partition("+")[0]
+    options = sorted(
+        (name, value)
+        for name, value in os.environ.items()
+        if name.startswith("TRITON_") and name not in {"TRITON_INTERPRET", "TRITON_CACHE_DIR"}
+    )
+    depends = (
+        job,
+        versions,
+        options,
+        Resources.__struct_fields__,
+        [(path.name, _code(path)) for path in [*sources, Path(__file__)]],
+    )
     return hashlib.sha256(repr(depends).encode()).hexdigest()
 
 
 def _code(path: Path) -> str:
-    """The code of a file without comments, docstrings and layout: none of these reaches a compiler."""
+    """Returns the code of a file without comments, docstrings and layout. None of these reaches a compiler."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -94,7 +123,7 @@ def _place(key: str) -> Path:
 
 
 def _cached(key: str) -> str | None:
-    """What is kept in the user's cache folder, or None where nothing is, or nothing that can be read."""
+    """Returns the answer in the user's cache folder, or None if there is none or it cannot be read."""
     try:
         words = _place(key).read_text()
         msgspec.json.decode(words, type=list[Resources])
@@ -104,10 +133,11 @@ def _cached(key: str) -> str | None:
 
 
 def _compiled(jobs: list[Job]) -> list[list[Resources]]:
-    """Compiles the kernels of each job, in a process of its own."""
+    """Compiles the kernels of each job in a separate process."""
     if not jobs:
         return []
-    with tempfile.TemporaryDirectory() as cache:  # empty: of a kernel that is found in a cache the compiler says nothing
+    # The cache is empty, because the compiler prints nothing about a kernel that it finds in a cache.
+    with tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache, "TRITON_DUMP_PTXAS_LOG": "1"}
         answer = subprocess.run(
             [sys.executable, "-m", "flashproof.tests.suite.kernels.compiling"],
@@ -123,11 +153,11 @@ def _compiled(jobs: list[Job]) -> list[list[Resources]]:
     return msgspec.json.decode(answer.stdout, type=list[list[Resources]])
 
 
-# -------------------------------------------------------------------------------------------------------------- inside the process
+# ------------------------------------------------------------------------------------------------------ in that process
 
 
 def main() -> None:
-    """Jobs from the standard input, records to the standard output."""
+    """Reads jobs from the standard input and writes records to the standard output."""
     compiler = _Compiler()
     records = [list(compiler.resources(Job(**job))) for job in json.load(sys.stdin)]
     sys.stdout.buffer.write(msgspec.json.encode(records))
@@ -135,7 +165,8 @@ def main() -> None:
 
 class _Compiler:
     def __init__(self) -> None:
-        self.logs: dict[str, str] = {}  # what ptxas said of each kernel: it is asked once, however many jobs share it
+        # The output of ptxas for each kernel. ptxas runs once for a kernel, even if several jobs share the kernel.
+        self.logs: dict[str, str] = {}
 
     def resources(self, job: Job) -> Iterator[Resources]:
         from triton.runtime import driver
@@ -163,15 +194,22 @@ class _Compiler:
 
 
 def _launches(job: Job) -> "list[Launch]":
-    """What a forward and a backward would launch on the device of their tensors, were there one."""
+    """Returns what a forward and a backward would launch on a GPU. The tensors are on the device "meta"."""
     import torch
 
     from flashproof.impls.triton.primitives import Launch
 
     implementation = catalogue.load(job.implementation)
     launches: list[Launch] = []
-    query, key, value = (torch.empty((2, 4, 1024, job.dim), dtype=getattr(torch, job.dtype), device="meta", requires_grad=True) for _ in range(3))
-    block_mask = {"block_mask": torch.ones((1, 1, 8, 8), dtype=torch.bool, device="meta")} if implementation.supports.block_mask else {}
+    query, key, value = (
+        torch.empty((2, 4, 1024, job.dim), dtype=getattr(torch, job.dtype), device="meta", requires_grad=True)
+        for _ in range(3)
+    )
+    block_mask = (
+        {"block_mask": torch.ones((1, 1, 8, 8), dtype=torch.bool, device="meta")}
+        if implementation.supports.block_mask
+        else {}
+    )
     with mock.patch.object(Launch, "run", autospec=True, side_effect=launches.append):
         out: Any = implementation.attention(query, key, value, is_causal=job.causal, **block_mask)
         out.backward(torch.empty_like(out))
@@ -186,7 +224,7 @@ def _numbers(pattern: str, log: str) -> list[int]:
 
 
 class _AbsentGpu:
-    """What Triton asks of a driver before it compiles."""
+    """Answers what Triton asks a driver before it compiles."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -197,7 +235,7 @@ class _AbsentGpu:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # Triton keeps compiled kernels by device
+        return self.capability  # Triton keeps compiled kernels by device, so each target needs its own number
 
     def get_current_stream(self, _device: int) -> int:
         return 0

@@ -1,10 +1,12 @@
-"""What compilers say of the kernels as they stand, kept in the repository: to ask them anew takes twenty minutes.
+"""Keeps the answers of the compilers about the current kernels in the repository. To ask again takes twenty minutes.
 
-Each answer is kept under a hash of all that it depends on: sources, options, target, the compilers' versions. If one of
-these has changed, the compiler is asked. Each day it is also asked about another tenth of what is kept, and must say the
-same. What it said earlier on this machine, of the same sources, stands in the user's cache folder and counts as asking.
-`python -m flashproof.tests.suite.kernels` asks about what is not kept, and writes the file; with `--all` it asks about
-everything.
+Each answer is kept under a hash of everything that it depends on: sources, options, target and versions of the
+compilers. If one of these has changed, the compiler is asked. In addition, the compiler is asked each day about a
+different tenth of the kept answers, and must repeat them. The user's cache folder holds the answers that compilers gave
+earlier on this machine for the same sources. Such an answer counts as asking.
+
+`python -m flashproof.tests.suite.kernels` asks about everything that is not kept, and writes the file. With `--all`, it
+asks about everything.
 """
 
 import datetime
@@ -15,15 +17,21 @@ from functools import cache
 from pathlib import Path
 
 PLACE = Path(__file__).resolve().parents[3] / "reports" / "compilers.json.gz"
-DAYS = 10  # in which everything is asked again
+DAYS = 10  # after so many days, every answer has been asked for again
 ADVICE = "run `python -m flashproof.tests.suite.kernels` to write the file anew"
 
-heard: dict[str, str] | None = None  # what is known by now, while the file is written anew
-asks_all = False  # whether the file is written without what it holds
+heard: dict[str, str] | None = None  # the answers so far, while the file is being rewritten
+asks_all = False  # whether a rewrite ignores the kept answers
 
 
 def recall(key: str) -> str | None:
-    """What is kept under a hash in hexadecimal digits; None where the compiler has to be asked, because nothing is kept or because it is its day."""
+    """Returns the kept answer, or None if the compiler must be asked.
+
+    The compiler must be asked if no answer is kept, or if today is the day of this answer.
+
+    key: a hash in hexadecimal digits.
+    Raises ValueError if the file cannot be read.
+    """
     if heard is not None:
         kept = None if asks_all else _kept(PLACE).get(key)
         return heard.setdefault(key, kept) if kept is not None else None
@@ -33,7 +41,10 @@ def recall(key: str) -> str | None:
 
 
 def hold(key: str, answer: str) -> None:
-    """Holds what a compiler has said against what is kept. Raises ValueError where that is something else."""
+    """Compares an answer of a compiler with the kept one. Raises ValueError if they differ.
+
+    While the file is being rewritten, the answer is collected instead.
+    """
     if heard is not None:
         heard[key] = answer
     elif (kept := _kept(PLACE).get(key, answer)) != answer:
@@ -41,7 +52,7 @@ def hold(key: str, answer: str) -> None:
 
 
 def write(answers: dict[str, str]) -> None:
-    """Writes the file: answers by their keys."""
+    """Writes the file. answers: by their keys."""
     PLACE.write_bytes(gzip.compress(json.dumps(answers, indent=0, sort_keys=True).encode(), mtime=0))
 
 

@@ -1,6 +1,9 @@
-"""Every Triton kernel compiles for GPUs that are not there, at the tile sizes that are shipped; it spills no register up to head dim 128 and fits the chip.
+"""Tests that every Triton kernel compiles for GPUs that this machine does not have, with the shipped tile sizes.
 
-sm_90 is compiled with both masks and at every head dim. The other targets, and bfloat16, differ in the instructions of the matrix units: a few jobs tell.
+A kernel must spill no register up to head dim 128, and must fit the shared memory of the chip.
+
+The jobs for sm_90 cover both masks and every head dim. The other targets, and bfloat16, differ only in the instructions
+of the matrix units, so a few jobs are enough for them.
 """
 
 import pytest
@@ -14,7 +17,7 @@ pytest.importorskip("triton", reason="Triton: not installed")
 
 
 def jobs(name: str) -> list[Job]:
-    """What is compiled of one implementation."""
+    """Returns the jobs of one implementation."""
     return [
         *(Job(name, "sm_90", "float16", dim, causal) for dim in (64, 128) for causal in (False, True)),
         *(Job(name, "sm_90", "float32", 128, causal) for causal in (False, True)),
@@ -34,14 +37,18 @@ def test_kernels_compile_spill_nothing_and_fit(name: str, recorder: Recorder) ->
     for record in found:
         recorder.add(record)
     for job in wanted:
-        kernels = [r for r in found if (r.target, r.dtype, r.dim, r.causal) == (job.target, job.dtype, job.dim, job.causal)]
-        assert len(kernels) >= 2, f"{job}: a forward and a backward need two kernels at least, found {[r.kernel for r in kernels]}"
+        kernels = [
+            r for r in found if (r.target, r.dtype, r.dim, r.causal) == (job.target, job.dtype, job.dim, job.causal)
+        ]
+        assert len(kernels) >= 2, (
+            f"{job}: a forward and a backward need two kernels at least, found {[r.kernel for r in kernels]}"
+        )
     assert not [_line(r) for r in found if r.spilled_bytes and r.dim <= 128]
     assert not [_line(r) for r in found if r.shared_bytes > SHARED_LIMIT[r.target]]
 
 
 def test_a_kernel_held_to_64_registers_is_seen_to_spill() -> None:
-    """The gate above can fail."""
+    """Shows that the gate above can fail."""
     found = resources([Job("triton.fa1", "sm_90", "float16", 64, causal=True, max_registers=64)], run="")
     assert all(r.registers <= 64 and r.spilled_bytes > 0 and not r.shipped for r in found)
     assert len(found) == 2

@@ -1,4 +1,7 @@
-"""A right kernel may run other code for tensors of another form, as what torch.compile makes does. The checks that compare bits leave it in peace."""
+"""Tests that the checks which compare bits accept a kernel that chooses its code by the form of its tensors.
+
+A correct kernel may run different code for tensors of a different form. A function from torch.compile does so.
+"""
 
 import math
 
@@ -16,12 +19,15 @@ Form = tuple[tuple[int, ...], tuple[int, ...], int, int]
 
 
 def form(tensor: Tensor) -> Form:
-    """All but the values: shape, strides, place in the buffer, alignment in memory."""
+    """Returns the form of a tensor, which is all but its values: shape, strides, place in the buffer, alignment."""
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.data_ptr() % 64
 
 
 class Compiled:
-    """Runs one of two right ways for each new form of its tensors, in turn: in float32, and in float64. Their bits differ."""
+    """A kernel that computes in float32 or in float64, in turn for each new form of its tensors.
+
+    Both are correct. Their bits differ.
+    """
 
     def __init__(self) -> None:
         self.forms: list[tuple[Form, ...]] = []
@@ -37,15 +43,19 @@ class Compiled:
         return (torch.softmax(scores, dim=-1) @ value.to(dtype)).to(query.dtype)
 
 
-@pytest.mark.parametrize("check", ["masks/hidden_keys_change_nothing", "masks/memory_outside_changes_nothing", "properties/power_of_two"])
+@pytest.mark.parametrize(
+    "check", ["masks/hidden_keys_change_nothing", "masks/memory_outside_changes_nothing", "properties/power_of_two"]
+)
 def test_code_may_depend_on_the_form_of_tensors(check: str) -> None:
     outcome = trial.ask(registry.checks()[check], of_callable(Compiled(), "compiled"), "float32")
     assert outcome.verdict == "accepted", outcome
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "offset", "transposed", "columns", "sliced", "k.columns v.transposed"])
+@pytest.mark.parametrize(
+    "layout", ["contiguous", "offset", "transposed", "columns", "sliced", "k.columns v.transposed"]
+)
 def test_other_values_in_memory_of_the_same_form(layout: str) -> None:
-    """Strides, place and surroundings are those of the other tensor, whose memory stays as it is."""
+    """The new tensor has the strides, place and surroundings of the other one, whose memory does not change."""
     given = inputs(Case.parse(f"b2 h2 q5 k7 d16 {layout}"))
     for tensor in (given.query, given.key, given.value, given.dout):
         before, values = tensor.clone(), 2.0 * tensor
@@ -57,12 +67,12 @@ def test_other_values_in_memory_of_the_same_form(layout: str) -> None:
 
 
 def count_nan(tensor: Tensor) -> int:
-    """In the whole buffer of a tensor."""
+    """Counts the NaN in the whole buffer of a tensor."""
     return int(torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).isnan().sum())
 
 
 def test_values_of_entries_that_share_memory() -> None:
-    """Those that are equal share memory again. Those that differ cannot."""
+    """Entries with equal values share memory again. Entries with different values cannot."""
     key = inputs(Case.parse("b2 h2 q5 k7 d16 expanded")).key
     doubled, apart = laid_out_as(key, 2.0 * key), 2.0 * key
     apart[0] += 1.0

@@ -1,5 +1,7 @@
-"""The cache of compiled kernels: what its names depend on, what becomes of damaged files, where it lies. And how kernels are loaded on a GPU, with the driver
-simulated.
+"""Tests the cache of compiled kernels, and how kernels are loaded on a GPU.
+
+The tests show what the file names depend on, what happens to damaged files, and where the cache is. The driver of the
+GPU is simulated.
 """
 
 import ctypes
@@ -26,13 +28,27 @@ from flashproof.reports.record import Resources
 from flashproof.tests.suite.kernels import compiling, said
 
 ROOT = Path(__file__).resolve().parents[3]
-KERNEL = {"implementation": "triton.fa2", "kernel": "forward_kernel", "target": "sm_80", "dtype": "float16", "dim": 64, "causal": True}
-RESOURCES = Resources(run="", **KERNEL, registers=128, spilled_bytes=0, shared_bytes=1024, shipped=True)  # type: ignore[arg-type]
+KERNEL = {
+    "implementation": "triton.fa2",
+    "kernel": "forward_kernel",
+    "target": "sm_80",
+    "dtype": "float16",
+    "dim": 64,
+    "causal": True,
+}
+RESOURCES = Resources(
+    run="",
+    **KERNEL,  # type: ignore[arg-type]
+    registers=128,
+    spilled_bytes=0,
+    shared_bytes=1024,
+    shipped=True,
+)
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, and nothing remembered from another."""
+    """Provides an empty cache. Functions forget what they remember of another cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     remembered = (launching.cache_folder, launching._twin, launching._kernel_on_gpu)
     for function in remembered:
@@ -42,11 +58,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         function.cache_clear()
 
 
-# ----------------------------------------------------------------------------------------------------------------------- any compiled file
+# ---------------------------------------------------------------------------------------------------- any compiled file
 
 
 def write(text: bytes) -> Callable[[Path], None]:
-    """A compiler that writes this."""
+    """Returns a compiler that writes this text."""
 
     def compiler(path: Path) -> None:
         path.write_bytes(text)
@@ -60,7 +76,7 @@ def never(path: Path) -> None:
 
 
 def test_what_the_assembler_said_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And again for another target, and after a change of a source."""
+    """The assembler is asked again for another target, and after a change of a source."""
     monkeypatch.setattr(launching, "nvrtc_version", lambda: "13")
     compile_cubin = mock.Mock(side_effect=lambda *about: (b"code", " ".join(map(str, about))))
     monkeypatch.setattr(launching, "compile_cubin", compile_cubin)
@@ -73,7 +89,7 @@ def test_what_the_assembler_said_is_asked_for_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_triton_says_is_asked_for_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same of the Triton kernels' gates."""
+    """The gates of the Triton kernels ask only once, too."""
     jobs = [compiling.Job("triton.fa2", target, "float16", 64, causal=True) for target in ("sm_80", "sm_90")]
 
     def answer(asked: list[compiling.Job]) -> list[list[Resources]]:
@@ -145,7 +161,7 @@ def test_a_damaged_file_is_compiled_anew(damage: Callable[[Path], None]) -> None
 
 
 def test_the_name_depends_on_a_source_elsewhere(tmp_path: Path) -> None:
-    """Of a file outside the folder, too, it is the text that counts."""
+    """The name depends on the text of a source file, even if the file is outside the folder of the kernels."""
     source = tmp_path / "mine.cu"
     source.write_text("one")
     first, _ = launching._compiled(".cubin", write(b"1"), str(source))
@@ -156,14 +172,14 @@ def test_the_name_depends_on_a_source_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_has_gone(folder: Path) -> None:
-    """It is made again."""
+    """A cache folder that was removed is made again."""
     launching.cache_folder()
     shutil.rmtree(folder.parent)
     assert launching._compiled(".so", write(b"code"), "fa2.cu")[1] == b"code"
 
 
 def test_a_disk_that_is_full(folder: Path) -> None:
-    """What cannot be written is a CudaError, which says what would do, and leaves nothing behind."""
+    """A file that cannot be written raises CudaError. The message says what would help, and no file is left behind."""
 
     def full(path: Path) -> None:
         path.write_bytes(b"some")
@@ -174,19 +190,24 @@ def test_a_disk_that_is_full(folder: Path) -> None:
     assert [path.suffix for path in folder.iterdir()] == [".lock"]
 
 
-FOLDER_OF = "from flashproof.impls.cuda import launching; folder = launching.cache_folder(); assert folder.is_dir(); print(folder)"
+FOLDER_OF = (
+    "from flashproof.impls.cuda import launching; folder = launching.cache_folder();"
+    " assert folder.is_dir(); print(folder)"
+)
 
 
 def python(code: str, **environment: str) -> str:
-    """What a process prints, with these variables and no home."""
+    """Returns what a process prints. It has these environment variables and no HOME."""
     without = {name: value for name, value in os.environ.items() if name not in {"HOME", "XDG_CACHE_HOME"}}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=without | environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=without | environment, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def test_a_temporary_folder_goes_with_its_process(tmp_path: Path) -> None:
-    """Also one whose kernel is loaded; a child that it forked leaves it alone."""
+    """A temporary cache folder is removed when its process ends. A forked child that ends does not remove it."""
     place = python(FOLDER_OF, XDG_CACHE_HOME="/dev/null", TMPDIR=str(tmp_path))
     assert Path(place).parent == tmp_path
     assert not Path(place).exists()
@@ -196,51 +217,63 @@ def test_a_temporary_folder_goes_with_its_process(tmp_path: Path) -> None:
 
 
 def test_a_user_without_a_home(tmp_path: Path) -> None:
-    """HOME is unset, and the system knows no user of this number: Path.home raises RuntimeError."""
-    lost = "import pathlib\ndef home(): raise RuntimeError('Could not determine home directory.')\npathlib.Path.home = home\n"
+    """If HOME is unset and the system does not know the user, Path.home raises RuntimeError."""
+    lost = (
+        "import pathlib\n"
+        "def home(): raise RuntimeError('Could not determine home directory.')\n"
+        "pathlib.Path.home = home\n"
+    )
     assert Path(python(lost + FOLDER_OF, TMPDIR=str(tmp_path))).parent == tmp_path
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ the twin
+# ------------------------------------------------------------------------------------------------------------- the twin
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_twin_is_compiled_anew(tmp_path: Path, folder: Path, damage: Callable[[Path], None]) -> None:
-    """Loading half a library would end the process."""
+    """To load half a library would end the process."""
     if reason := launching.missing("cpu"):
         pytest.skip(reason)
     source = tmp_path / "one.cu"
-    source.write_text('#include "primitives.cuh"\nKERNEL(one)(Global<float> x) { x[thread_index()] = 1.0f; }\nEXPORT(one)\n')
+    source.write_text(
+        '#include "primitives.cuh"\nKERNEL(one)(Global<float> x) { x[thread_index()] = 1.0f; }\nEXPORT(one)\n'
+    )
     for _ in range(2):
         x = torch.zeros(32)
         launching._twin.cache_clear()
         Launch(str(source), "one", 1, 1, 0, {}, (x,), (ctypes.c_void_p(x.data_ptr()),)).run()
         assert x.eq(1.0).all()
         (library,) = folder.glob("*.so")
-        copy = folder / "copy"  # the one that this process has loaded is not written to
+        copy = folder / "copy"  # so that the file that this process has loaded is not changed
         copy.write_bytes(library.read_bytes())
         copy.replace(library)
         damage(library)
 
 
-# --------------------------------------------------------------------------------------------------------------------------------- a GPU
+# ---------------------------------------------------------------------------------------------------------------- a GPU
 
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
-    """A launch as on a GPU, of which only what torch says is there: an H100, on which other things may be simulated."""
+    """Provides a launch on a simulated H100. Only what torch and the driver say of the GPU is simulated.
+
+    A test may simulate more.
+    """
     if reason := launching.no_nvrtc():
         pytest.skip(reason)
     found: list[Launch] = []
     x = torch.zeros(1, 1, 8, 8, dtype=torch.float16)
-    with mock.patch.object(Launch, "run", autospec=True, side_effect=found.append), mock.patch.object(launching, "on_twin", return_value=False):
+    with (
+        mock.patch.object(Launch, "run", autospec=True, side_effect=found.append),
+        mock.patch.object(launching, "on_twin", return_value=False),
+    ):
         catalogue.load("cuda.fa2").attention(x, x, x)
     gpu(monkeypatch, "NVIDIA H100", (9, 0), 232448)
     return found[0]
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], shared_bytes: int) -> None:
-    """What torch and the driver say of a GPU that is not there."""
+    """Simulates what torch and the driver say of a GPU."""
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
@@ -249,22 +282,26 @@ def gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int],
 
 def load(launch: Launch) -> Any:
     launching._kernel_on_gpu.cache_clear()
-    return launching._kernel_on_gpu(launch.source, launch.kernel, tuple(launch.constants.items()), launch.shared_bytes, 0)
+    return launching._kernel_on_gpu(
+        launch.source, launch.kernel, tuple(launch.constants.items()), launch.shared_bytes, 0
+    )
 
 
 def refuse(code: bytes) -> Any:
-    """A driver that loads nothing, and says what it was given."""
+    """A driver that refuses to load. Its error contains a hash of the code."""
     raise RuntimeError(f"CUDA_ERROR_INVALID_IMAGE: {hashlib.sha256(code).hexdigest()}")
 
 
 def test_a_kernel_that_the_driver_refuses(launch: Launch, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cuda.core.ObjectCode", SimpleNamespace(from_cubin=refuse))
-    with pytest.raises(CudaError, match=rf"CUDA: fa2\.cu forward cannot be loaded from {folder}/\w+\.cubin: CUDA_ERROR_INVALID_IMAGE"):
+    with pytest.raises(
+        CudaError, match=rf"CUDA: fa2\.cu forward cannot be loaded from {folder}/\w+\.cubin: CUDA_ERROR_INVALID_IMAGE"
+    ):
         load(launch)
 
 
 def test_a_damaged_cubin_is_compiled_anew(launch: Launch, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver is given what NVRTC made, each time."""
+    """The driver always gets the code that NVRTC made."""
     monkeypatch.setattr(launching, "compile_cubin", lambda *_: (bytes(range(256)) * 9, ""))
     monkeypatch.setattr("cuda.core.ObjectCode", SimpleNamespace(from_cubin=refuse))
     said = set()
@@ -278,8 +315,10 @@ def test_a_damaged_cubin_is_compiled_anew(launch: Launch, folder: Path, monkeypa
 
 
 @pytest.mark.parametrize("change", ["fma", "std", "ptxas_options", "package"])
-def test_the_name_depends_on_the_options_and_the_version(launch: Launch, folder: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    """A kernel that was compiled with other options, or by another NVRTC of the same minor version, is another kernel."""
+def test_the_name_depends_on_the_options_and_the_version(
+    launch: Launch, folder: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """A kernel gets another name with other options, or with another NVRTC of the same minor version."""
     monkeypatch.setattr("cuda.core.ObjectCode", SimpleNamespace(from_cubin=refuse))
     monkeypatch.setattr(launching, "compile_cubin", lambda *_: (b"code", ""))
     others: dict[str, object] = {"fma": True, "std": "c++20", "ptxas_options": ["-v", "-O1"]}
@@ -294,7 +333,10 @@ def test_the_name_depends_on_the_options_and_the_version(launch: Launch, folder:
 
 
 def test_every_option_of_the_compiler_is_in_the_name(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVRTC is given the target, the constants and the kernel's name, which the name is made of, where the folder is, and OPTIONS; nothing else."""
+    """NVRTC gets the target, the constants, the kernel's name, the path of the folder and OPTIONS, and nothing else.
+
+    All of these are in the name of the file, except the path of the folder.
+    """
     given: dict[str, Any] = {}
 
     def options(**named: Any) -> None:
@@ -308,9 +350,12 @@ def test_every_option_of_the_compiler_is_in_the_name(launch: Launch, monkeypatch
 
 
 def test_a_chip_with_less_shared_memory(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """sm_86, sm_89 and sm_120 give a block 99 KiB: what needs more says so before it is compiled."""
+    """sm_86, sm_89 and sm_120 give a block 99 KiB. A kernel that needs more is refused before it is compiled."""
     gpu(monkeypatch, "NVIDIA RTX A6000", (8, 6), 1024)
-    words = rf"CUDA: fa2\.cu forward needs {launch.shared_bytes} bytes of shared memory for a block, and NVIDIA RTX A6000 gives 1024; a smaller head dim"
+    words = (
+        rf"CUDA: fa2\.cu forward needs {launch.shared_bytes} bytes of shared memory for a block,"
+        r" and NVIDIA RTX A6000 gives 1024; a smaller head dim"
+    )
     with pytest.raises(CudaError, match=words):
         load(launch)
 
@@ -322,15 +367,28 @@ def test_a_chip_that_is_too_old(launch: Launch, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_too_many_blocks(launch: Launch) -> None:
-    """On a GPU the driver would say no more than that a value is wrong, and the twin would count them in 32 bits."""
-    many = Launch(launch.source, launch.kernel, 2**31, launch.warps, 0, launch.constants, launch.tensors, launch.arguments)
-    with pytest.raises(CudaError, match=r"CUDA: 2147483648 blocks, where a launch has at most 2\^31 - 1.*fa2\.cu forward <<<2147483648, "):
+    """A launch with too many blocks is refused.
+
+    On a GPU, the driver would only say that a value is wrong. The twin would count the blocks in 32 bits.
+    """
+    many = Launch(
+        launch.source, launch.kernel, 2**31, launch.warps, 0, launch.constants, launch.tensors, launch.arguments
+    )
+    with pytest.raises(
+        CudaError,
+        match=r"CUDA: 2147483648 blocks, where a launch has at most 2\^31 - 1.*fa2\.cu forward <<<2147483648, ",
+    ):
         many.run()
 
 
-@pytest.mark.parametrize(("status", "current", "made"), [("CUDA_SUCCESS", 1, False), ("CUDA_SUCCESS", 0, True), ("CUDA_ERROR_INVALID_CONTEXT", 0, True)])
-def test_a_thread_gets_the_context_that_it_lacks(launch: Launch, monkeypatch: pytest.MonkeyPatch, status: str, current: int, made: bool) -> None:
-    """A new thread has none, and another library may have left that of another device."""
+@pytest.mark.parametrize(
+    ("status", "current", "made"),
+    [("CUDA_SUCCESS", 1, False), ("CUDA_SUCCESS", 0, True), ("CUDA_ERROR_INVALID_CONTEXT", 0, True)],
+)
+def test_a_thread_gets_the_context_that_it_lacks(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, status: str, current: int, made: bool
+) -> None:
+    """A new thread has no context, and another library may have left the context of another device."""
     from cuda.bindings import driver
 
     done: list[int] = []

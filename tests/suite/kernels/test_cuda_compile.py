@@ -1,21 +1,30 @@
-"""Every CUDA kernel compiles for GPUs that are not there, at the tile sizes that are shipped; up to head dim 128 it spills no register; and it fits the chip.
+"""Tests that every CUDA kernel compiles for GPUs that this machine does not have, with the shipped tile sizes.
 
-Nothing here knows a kernel: the public function of an implementation is called, forward and backward, and every launch that it would make on a GPU is
-compiled instead, by NVRTC, which needs no GPU. A GPU of capability 9.0 is given code for sm_90, and what is compiled here is sm_90a: the same code, as no
-kernel asks for what "a" adds (wgmma, the copies of whole tiles). That is a test too. Those that do ask for it name their targets (`TARGETS` of their
-module), and are given the code that is compiled here.
+A kernel must spill no register up to head dim 128, and must fit the shared memory of the chip.
 
-A call makes other code of its kernels where it asks for dropout, for rows that are not vectors, or for another sign of the scale. All of that, times the mask,
-the dtypes, the head dims and the targets, would take an hour. What is compiled is chosen by what fills registers:
+This module knows no kernel. It calls the public function of an implementation, forward and backward. Instead of running
+a launch, it compiles the kernel with NVRTC, which needs no GPU.
 
-- Plain calls, whose speed was measured: everything.
-- Dropout, strided rows, and both, of those that claim dropout: for the chip they are measured on, and for the others both together, which is the most code.
-  With a causal mask, which has more to compare; with a negative scale, which has a sign to turn, and none of the zeros that a scale of 0 lets the compiler
-  leave out; in float16 and float32, since bfloat16 fills the registers that float16 does.
+A GPU of capability 9.0 gets code for sm_90, but this module compiles for sm_90a. The code is the same, because these
+kernels do not use what "a" adds (wgmma, the copies of whole tiles). A test checks this. Kernels that do use it name
+their targets (`TARGETS` of their module), and a GPU gets the code that is compiled here.
 
-So it is a sample of them. `cuda.fa3` has no dropout and copies rows that are not vectors: its other calls are in `test_cuda_fa3.py`.
+The code of a kernel depends on the call: on dropout, on rows that are not vectors and on the sign of the scale. All
+combinations with the masks, dtypes, head dims and targets would take an hour. So only calls that need many registers
+are compiled:
 
-What the assembler says is kept by all that it depends on, sources and compiler included (`said.py`).
+- All plain calls, because their speed was measured.
+- For implementations that claim dropout, calls with dropout, with strided rows and with both. For the chip of the
+  measurements, all three are compiled. For the other chips, only the third is, because it has the most code.
+  - The mask is causal, because it needs more comparisons.
+  - The scale is negative. This needs a change of sign. With a scale of 0, the compiler could leave out zeros.
+  - The dtypes are float16 and float32. bfloat16 needs the same registers as float16.
+
+So these calls are a sample. `cuda.fa3` has no dropout and copies rows that are not vectors. `test_cuda_fa3.py` compiles
+its other calls.
+
+The answers of the assembler are kept under a hash of everything that they depend on, with sources and compiler
+(`said.py`).
 """
 
 import hashlib
@@ -40,7 +49,8 @@ from flashproof.subject import Recorder
 from flashproof.tests.suite.kernels import said
 from flashproof.tests.suite.kernels.compiling import SHARED_LIMIT
 
-TARGETS = {"sm_80": "sm_80", "sm_90a": "sm_90", "sm_100": "sm_100"}  # what is compiled for, and the chip whose memory it must fit
+# Each target of the compiler, with the chip whose shared memory the kernels must fit.
+TARGETS = {"sm_80": "sm_80", "sm_90a": "sm_90", "sm_100": "sm_100"}
 NAMES = catalogue.names(["cuda.*"])
 WITH_DROPOUT = [name for name in NAMES if catalogue.load(name).supports.dropout]
 MEASURED = "sm_90a"  # the chip whose speed the README reports
@@ -48,14 +58,17 @@ MEASURED = "sm_90a"  # the chip whose speed the README reports
 
 @pytest.fixture(autouse=True)
 def nvrtc() -> None:
-    """The compiler, or a skip with its reason."""
+    """Skips with the reason if NVRTC is missing."""
     if reason := launching.no_nvrtc():
         pytest.skip(reason)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What a call may ask for that makes other code of its kernels, beside the mask: a negative scale, dropout, rows that are no vectors."""
+    """The properties of a call that change the code of its kernels, in addition to the mask.
+
+    strided: the rows are not vectors.
+    """
 
     scale: float | None = None
     dropout_p: float = 0.0
@@ -63,35 +76,48 @@ class Variant:
 
 
 def targets(name: str) -> tuple[str, ...]:
-    """What the kernels of an implementation are compiled for: the targets that its module names, or all."""
+    """Returns the targets of the kernels of an implementation: those that its module names, or all."""
     module = importlib.import_module(catalogue.CATALOGUE[name].partition(":")[0])
     return getattr(module, "TARGETS", tuple(TARGETS))
 
 
-GATES = [(name, dtype, target) for name in NAMES for dtype in catalogue.load(name).supports.dtypes for target in targets(name)]
+GATES = [
+    (name, dtype, target)
+    for name in NAMES
+    for dtype in catalogue.load(name).supports.dtypes
+    for target in targets(name)
+]
 
 PLAIN = Variant()
 DROPOUT, STRIDED, BOTH = Variant(-1.0, 0.5), Variant(-1.0, strided=True), Variant(-1.0, 0.5, True)
 
 
 def launches(name: str, dtype: Dtype, dim: int, causal: bool, variant: Variant = PLAIN) -> list[Launch]:
-    """What a forward and a backward would launch on a GPU. Nothing is computed."""
+    """Returns what a forward and a backward would launch on a GPU. Nothing is computed."""
     implementation = catalogue.load(name)
     found: list[Launch] = []
-    row = dim + 1 if variant.strided else dim  # rows one element apart begin at no multiple of 16 bytes
-    query, key, value = (torch.zeros((1, 4, 256, row), dtype=getattr(torch, dtype), requires_grad=True)[..., :dim] for _ in range(3))
-    block_mask = {"block_mask": torch.ones((1, 1, 2, 2), dtype=torch.bool)} if implementation.supports.block_mask else {}
+    row = dim + 1 if variant.strided else dim  # with one more element, not every row begins at a multiple of 16 bytes
+    query, key, value = (
+        torch.zeros((1, 4, 256, row), dtype=getattr(torch, dtype), requires_grad=True)[..., :dim] for _ in range(3)
+    )
+    block_mask = (
+        {"block_mask": torch.ones((1, 1, 2, 2), dtype=torch.bool)} if implementation.supports.block_mask else {}
+    )
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(launching, "on_twin", return_value=False))
         for kind in (Launch, *Launch.__subclasses__()):
             stack.enter_context(mock.patch.object(kind, "run", autospec=True, side_effect=found.append))
-        out: Any = implementation.attention(query, key, value, is_causal=causal, scale=variant.scale, dropout_p=variant.dropout_p, **block_mask)
+        out: Any = implementation.attention(
+            query, key, value, is_causal=causal, scale=variant.scale, dropout_p=variant.dropout_p, **block_mask
+        )
         out.backward(torch.zeros_like(out))
     return found
 
 
-def compiled(run: str, launch: Launch, name: str, target: str, dtype: Dtype, dim: int, causal: bool, **others: int) -> Resources:
-    """What a launch's kernel takes of a chip; with other constants it is not as it is shipped."""
+def compiled(
+    run: str, launch: Launch, name: str, target: str, dtype: Dtype, dim: int, causal: bool, **others: int
+) -> Resources:
+    """Returns what the kernel of a launch takes of a chip. others: constants that the shipped kernel does not have."""
     registers, spilled_bytes = taken(launch, target, **others)
     return Resources(
         run=run,
@@ -109,22 +135,27 @@ def compiled(run: str, launch: Launch, name: str, target: str, dtype: Dtype, dim
 
 
 def taken(launch: Launch, target: str, **others: int) -> tuple[int, int]:
-    """Registers of a thread, and bytes that it spills, as they are kept or as the assembler says.
+    """Returns the registers of a thread and the bytes that it spills, from the kept answers or from the assembler.
 
-    An array that registers cannot hold, since it is indexed by a variable, shows as a stack frame and not as a spill. It is as slow, and counts as one.
-    A warning that products of warpgroups are serialised fails at once.
+    Registers cannot hold an array that is indexed by a variable. The assembler reports such an array as a stack frame
+    and not as a spill. It is as slow as a spill, so it counts as one.
+
+    Raises CudaError if the assembler warns that it serialises the products of warpgroups.
     """
     code = launch.source, launch.kernel, tuple({**launch.constants, **others}.items()), target
+    # The sources of the functions that ask the assembler and read its answer.
     how = "".join(
         inspect.getsource(function) for function in (launching.compile_cubin, taken, check_assembled, _numbers)
-    )  # how it is asked, and what is made of the answer
+    )
     key = hashlib.sha256((launching.identity(*code) + how).encode()).hexdigest()
     answer = said.recall(key)
     if answer is None:
         log = launching.said_of(*code)
         check_assembled(log, str(launch))
         registers = max(_numbers(r"Used (\d+) registers", log))
-        spilled_bytes = max(sum(_numbers(r"(\d+) bytes spill stores", log)), sum(_numbers(r"(\d+) bytes stack frame", log)))
+        spilled_bytes = max(
+            sum(_numbers(r"(\d+) bytes spill stores", log)), sum(_numbers(r"(\d+) bytes stack frame", log))
+        )
         answer = f"{registers} {spilled_bytes}"
         said.hold(key, answer)
     registers, spilled_bytes = map(int, answer.split())
@@ -140,12 +171,14 @@ def _numbers(pattern: str, log: str) -> list[int]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "dtype", "target"), GATES)
 def test_kernels_compile_spill_nothing_and_fit(name: str, dtype: Dtype, target: str, recorder: Recorder) -> None:
-    """Every kernel, head dim and mask."""
+    """Compiles every kernel with every head dim and mask."""
     found = []
     for dim in (64, 128, 256):
         for causal in (False, True):
             wanted = launches(name, dtype, dim, causal)
-            assert len(wanted) >= 2, f"a forward and a backward need two kernels at least, found {[x.kernel for x in wanted]}"
+            assert len(wanted) >= 2, (
+                f"a forward and a backward need two kernels at least, found {[x.kernel for x in wanted]}"
+            )
             found += [compiled(recorder.run, launch, name, target, dtype, dim, causal) for launch in wanted]
     for resources in found:
         recorder.add(resources)
@@ -158,7 +191,10 @@ def test_kernels_compile_spill_nothing_and_fit(name: str, dtype: Dtype, target: 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("name", WITH_DROPOUT)
 def test_kernels_of_other_calls_spill_nothing_and_fit(name: str, dtype: Dtype, target: str) -> None:
-    """Dropout, strided rows and both, up to head dim 128. They are not recorded: the report's registers are those of a plain call."""
+    """Compiles calls with dropout, strided rows and both, up to head dim 128.
+
+    They are not recorded, because the report shows the registers of a plain call.
+    """
     found = []
     for variant in (DROPOUT, STRIDED, BOTH) if target == MEASURED else (BOTH,):
         for dim in (64, 128):
@@ -180,33 +216,38 @@ def test_kernels_of_other_calls_spill_nothing_and_fit(name: str, dtype: Dtype, t
 )
 @pytest.mark.parametrize("name", WITH_DROPOUT)
 def test_a_call_makes_the_code_that_it_is_to_make(name: str, variant: Variant, constants: dict[str, int]) -> None:
-    """The gates above compile what they say."""
+    """Shows that the gates above compile the variants that they name."""
     for launch in launches(name, "float16", 64, True, variant):
         if launch.kernel != "delta":
             assert constants.items() <= launch.constants.items()
 
 
 def test_code_for_the_architecture_is_the_code_that_runs() -> None:
-    """sm_90a, which is compiled here, gives what sm_90 gives, which a GPU is given."""
+    """The code for sm_90a, which is compiled here, takes the same resources as the code for sm_90, which a GPU runs."""
     for launch in launches(NAMES[0], "float16", 64, True):
-        gated, run = (launching.said_of(launch.source, launch.kernel, tuple(launch.constants.items()), target) for target in ("sm_90a", "sm_90"))
+        gated, run = (
+            launching.said_of(launch.source, launch.kernel, tuple(launch.constants.items()), target)
+            for target in ("sm_90a", "sm_90")
+        )
         for pattern in (r"Used (\d+) registers", r"(\d+) bytes stack frame", r"(\d+) bytes spill stores"):
             assert _numbers(pattern, gated) == _numbers(pattern, run)
 
 
 def test_a_kernel_held_to_64_registers_is_seen_to_spill() -> None:
-    """The gate above can fail."""
+    """Shows that the gate above can fail."""
     launch = launches(NAMES[0], "float16", 64, True)[0]
-    eight_blocks = 8 * 4 // launch.warps  # of 4 warps, on a multiprocessor with 65536 registers
+    eight_blocks = 8 * 4 // launch.warps  # 32 warps share the 65536 registers of a multiprocessor
     found = compiled("", launch, NAMES[0], "sm_90a", "float16", 64, True, BLOCKS=eight_blocks)
     assert found.registers <= 64
     assert found.spilled_bytes > 0
 
 
 def test_a_fault_in_a_kernel_names_it() -> None:
-    """A kernel that does not compile is reported with its name, target and constants, and with the compiler's words."""
+    """If a kernel does not compile, the error gives its name, target and constants, and the output of the compiler."""
     launch = launches(NAMES[0], "float16", 64, True)[0]
-    with pytest.raises(launching.CudaError, match=rf"(?s)NVRTC: {launch.source} {launch.kernel} .*sm_90a .*DIM=64.*nonsense"):
+    with pytest.raises(
+        launching.CudaError, match=rf"(?s)NVRTC: {launch.source} {launch.kernel} .*sm_90a .*DIM=64.*nonsense"
+    ):
         launching.compile_cubin(launch.source, launch.kernel, {**launch.constants, "Element": "nonsense"}, "sm_90a")
 
 

@@ -1,6 +1,7 @@
-"""What only `cuda.fa3` has: the copies for its copy engine, the counters of its grid, its refusals, and its other compilations.
+"""Tests what only `cuda.fa3` has.
 
-The CPU twin does not know TMA and wgmma yet, so nothing here computes without a Hopper GPU.
+These are the copies for its copy engine, the counters of its grid, its refusals, and the compilation of its other
+calls. The CPU twin does not support TMA and wgmma yet. So nothing here computes without a Hopper GPU.
 """
 
 from itertools import product
@@ -23,20 +24,20 @@ def some(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
 
 
 def launches(dim: int, keys: int, scale: float, causal: bool) -> list[Launch]:
-    """What a forward launches. Nothing is computed."""
+    """Returns what a forward launches. Nothing is computed."""
     query, key = some(1, 1, 128, dim), some(1, 1, 1, dim).expand(1, 1, keys, dim)
     call = call_of(query, key, scale, causal, 0, 0.0, 0)
     return [fa3.forward_launch(call, query, key, key, query, torch.empty(1, 1, 128), torch.zeros(2, dtype=torch.int32))]
 
 
-# ------------------------------------------------------------------------------------------------------------ compilations
+# --------------------------------------------------------------------------------------------------------- compilations
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize(("keys", "scale", "causal"), [(128, -1.0, True), (128, 0.0, False), (fa3.LONG, 1.0, False)])
 def test_other_compilations_spill_nothing_and_fit(dim: int, keys: int, scale: float, causal: bool) -> None:
-    """The signs of the scale, and the tile for many keys."""
+    """Compiles the other signs of the scale, and the tile for many keys."""
     if reason := launching.no_nvrtc():
         pytest.skip(reason)
     for launch in launches(dim, keys, scale, causal):
@@ -47,22 +48,31 @@ def test_other_compilations_spill_nothing_and_fit(dim: int, keys: int, scale: fl
 
 
 def test_many_keys_have_a_tile_of_their_own() -> None:
-    """The gate above compiles it."""
-    steps = [launches(128, keys, 1.0, causal)[0].constants["STEP"] for keys, causal in ((fa3.LONG - 1, False), (fa3.LONG, False), (fa3.LONG, True))]
+    """Shows that the gate above compiles the tile for many keys."""
+    steps = [
+        launches(128, keys, 1.0, causal)[0].constants["STEP"]
+        for keys, causal in ((fa3.LONG - 1, False), (fa3.LONG, False), (fa3.LONG, True))
+    ]
     assert steps == [128, 176, 128]
 
 
 @pytest.mark.parametrize("code", ["C7508", "C7510", "C7512", "C7514", "C7515"])
 def test_slow_code_is_an_error(code: str) -> None:
-    """What ptxas says if it serialises products, or ignores setmaxnreg, ends the compilation."""
-    said = f"ptxas info    : Used 168 registers\nptxas info    : ({code}) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
+    """If ptxas reports that it serialises products or ignores setmaxnreg, the compilation fails."""
+    said = (
+        "ptxas info    : Used 168 registers\n"
+        f"ptxas info    : ({code}) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
+    )
     with pytest.raises(CudaError, match=rf"(?s)^NVRTC: fa3\.cu forward is compiled to slow code.*\({code}\) Potential"):
         fa3.check_assembled(said, "fa3.cu forward")
     fa3.check_assembled("ptxas info    : Used 168 registers, used 1 barriers, 75108 bytes smem\n", "fa3.cu forward")
 
 
 def test_a_silent_assembler_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVRTC keeps compiled code in a cache, and then says nothing of it. Slow code must not pass for that reason."""
+    """NVRTC has a cache of compiled code, and prints nothing about code from this cache.
+
+    Slow code must not pass for this reason.
+    """
     given: list[set[str]] = []
 
     def compile_cubin(_source: str, _kernel: str, constants: dict[str, int], _target: str) -> tuple[bytes, str]:
@@ -75,7 +85,7 @@ def test_a_silent_assembler_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert given == [{"DIM"}, {"DIM", "ANEW"}]
 
 
-# -------------------------------------------------------------------------------------------------- what the copy engine takes
+# ------------------------------------------------------------------------------------------- what the copy engine takes
 
 FORMS: dict[str, tuple[Any, bool]] = {
     "contiguous": (lambda x: x, True),
@@ -94,7 +104,7 @@ FORMS: dict[str, tuple[Any, bool]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_not_taken_is_copied(form: str) -> None:
-    """A copy has the same elements, then columns of zeros; what is taken is not copied."""
+    """A tensor that the copy engine can read is not copied. A copy has the same elements, then columns of zeros."""
     make, is_taken = FORMS[form]
     tensor = make(some(2, 3, 5, 40))
     assert fa3.is_taken(tensor) == is_taken
@@ -110,7 +120,10 @@ def test_what_is_not_taken_is_copied(form: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
 def test_a_copy_changes_no_bit(form: str) -> None:
-    """Output, LSE, dK and dV of a tensor in any form are those of its contiguous copy. Two blocks add to dQ, in any order."""
+    """The results for tensors in any form have the same bits as those for their contiguous copies.
+
+    Two blocks add to dQ in any order. The order does not change the sum of two numbers.
+    """
     query, key, value, dout = (FORMS[form][0](x) for x in some(4, 2, 3, 150, 40).cuda().unbind())
 
     def answers(*tensors: Tensor) -> list[Tensor]:
@@ -118,17 +131,19 @@ def test_a_copy_changes_no_bit(form: str) -> None:
         out, lse = fa3.attention(*leaves, is_causal=True, return_lse=True)
         return [out, lse, *torch.autograd.grad(out, leaves, dout)]
 
-    for one, other in zip(answers(query, key, value), answers(*(x.contiguous() for x in (query, key, value))), strict=True):
+    for one, other in zip(
+        answers(query, key, value), answers(*(x.contiguous() for x in (query, key, value))), strict=True
+    ):
         assert torch.equal(one, other)
 
 
-# ---------------------------------------------------------------------------------------------------------------- counters
+# ------------------------------------------------------------------------------------------------------------- counters
 
 
 @hopper
 @pytest.mark.gpu
 def test_streams_have_counters_of_their_own() -> None:
-    """Launches of several streams, which overlap, answer what one launch answers, and leave the counters at 0."""
+    """Launches on several streams overlap. Each gives the answer of a single launch, and the counters end at 0."""
     inputs = [torch.randn(2, 8, 1500, 64, device="cuda", dtype=torch.float16) for _ in range(3)]
     expected: Any = fa3.attention(*inputs, is_causal=True)
     streams = [torch.cuda.Stream() for _ in range(3)]  # type: ignore[no-untyped-call]
@@ -146,7 +161,7 @@ def test_streams_have_counters_of_their_own() -> None:
 @hopper
 @pytest.mark.gpu
 def test_a_graph_can_be_replayed_beside_other_calls() -> None:
-    """A captured call, replayed on a stream, and calls on another stream at the same time."""
+    """A captured call is replayed on one stream while another stream runs calls. All answers are the same."""
     x = torch.randn(2, 8, 1500, 64, device="cuda", dtype=torch.float16)
     expected: Any = fa3.attention(x, x, x)
     torch.cuda.synchronize()
@@ -168,7 +183,7 @@ def test_a_graph_can_be_replayed_beside_other_calls() -> None:
 @hopper
 @pytest.mark.gpu
 def test_a_row_does_not_depend_on_the_magnitude_of_others() -> None:
-    """A row with huge scores subtracts before it multiplies. The rows beside it do not, and keep their bits."""
+    """A row with huge scores subtracts before it multiplies. The other rows do not, and keep their bits."""
     query, key, value = (torch.randn(1, 2, 200, 64, device="cuda", dtype=torch.float16) for _ in range(3))
     expected: Any = fa3.attention(query, key, value, return_lse=True)
     query[:, :, 5::16] *= 1000.0
@@ -178,22 +193,28 @@ def test_a_row_does_not_depend_on_the_magnitude_of_others() -> None:
         assert torch.equal(one[:, :, kept], other[:, :, kept])
 
 
-# ---------------------------------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 def test_what_is_not_claimed_is_refused() -> None:
-    """Float32, dropout, and tensors of a CPU: each with what would do."""
+    """Float32, dropout and tensors on a CPU are refused. Each message says what would be accepted."""
     x = some(1, 1, 4, 8)
-    with pytest.raises(TypeError, match=r"^query: dtype torch\.float32 is not taken by cuda\.fa3; give float16 or bfloat16"):
+    with pytest.raises(
+        TypeError, match=r"^query: dtype torch\.float32 is not taken by cuda\.fa3; give float16 or bfloat16"
+    ):
         fa3.attention(x.float(), x.float(), x.float())
-    with pytest.raises(NotImplementedError, match=r"^dropout_p: 0\.5 is not taken by cuda\.fa3, which has no dropout; give 0\.0"):
+    with pytest.raises(
+        NotImplementedError, match=r"^dropout_p: 0\.5 is not taken by cuda\.fa3, which has no dropout; give 0\.0"
+    ):
         fa3.attention(x, x, x, dropout_p=0.5)
-    with pytest.raises(CudaError, match=r"^CPU twin: it does not know TMA and wgmma yet.*a Hopper GPU would do, of fa3\.cu forward"):
+    with pytest.raises(
+        CudaError, match=r"^CPU twin: it does not know TMA and wgmma yet.*a Hopper GPU would do, of fa3\.cu forward"
+    ):
         fa3.attention(x, x, x)
 
 
 def test_more_work_than_a_kernel_counts_is_refused() -> None:
-    """Before any launch."""
+    """The refusal comes before any launch."""
     x = torch.empty(1, dtype=torch.float16).expand(2**24, 128, 1, 8)
     call = call_of(x, x, 1.0, False, 0, 0.0, 0)
     with pytest.raises(CudaError, match=r"fewer batch entries, heads or rows would do, of fa3\.cu forward"):
@@ -201,7 +222,7 @@ def test_more_work_than_a_kernel_counts_is_refused() -> None:
 
 
 def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither those before Hopper nor those after it have wgmma."""
+    """GPUs before and after Hopper are refused, because they have no wgmma."""
     monkeypatch.setattr(launching, "no_nvrtc", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert fa3.missing("cuda") == "CUDA: no device"

@@ -1,9 +1,11 @@
-"""The CUDA kernels on a GPU: compute-sanitizer finds nothing, streams are respected, a first use is quick, and a launch
-that fails says which.
+"""Tests the CUDA kernels on a GPU.
 
-`python -m flashproof.tests.suite.kernels.test_cuda_gpu` runs a small grid of every kernel, forward and backward. This is
-what compute-sanitizer watches. It takes a minute for each tool, so these tests are no part of `pytest -m gpu`: name this
-file to run them.
+compute-sanitizer must find nothing, kernels must run on the current stream, a first use must be quick, and the error of
+a failed launch must name the launch.
+
+`python -m flashproof.tests.suite.kernels.test_cuda_gpu` runs a small grid of every kernel, forward and backward.
+compute-sanitizer watches this command. Each of its tools takes a minute. For this reason, `pytest -m gpu` does not run
+the tests with compute-sanitizer. To run them, name this file.
 """
 
 import itertools
@@ -31,9 +33,10 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not torch.cuda.is_ava
 NAMES = catalogue.names(["cuda.*"])
 ROOT = Path(__file__).resolve().parents[3]
 
-# query heads, key heads, queries, keys, head dim, keywords, every second column of a wider tensor
+# (query heads, key heads, queries, keys, head dim, keywords, strided). A strided tensor is every second column of a
+# wider one.
 GRID: tuple[tuple[int, int, int, int, int, dict[str, Any], bool], ...] = (
-    (2, 1, 150, 70, 64, {"is_causal": True, "causal_alignment": "bottom_right"}, False),  # rows that see nothing
+    (2, 1, 150, 70, 64, {"is_causal": True, "causal_alignment": "bottom_right"}, False),  # some rows see no key
     (2, 2, 70, 150, 40, {"is_causal": True}, True),
     (2, 1, 65, 130, 128, {"dropout_p": 0.2, "dropout_seed": 7}, False),
     (1, 1, 40, 50, 200, {"is_causal": True}, False),
@@ -41,7 +44,7 @@ GRID: tuple[tuple[int, int, int, int, int, dict[str, Any], bool], ...] = (
 
 
 def main() -> None:
-    """The grid. A result that is not finite is an error."""
+    """Runs the grid. A result that is not finite is an error."""
     torch.manual_seed(0)
     for name, line in itertools.product(NAMES, GRID):
         implementation = catalogue.load(name)
@@ -52,12 +55,16 @@ def main() -> None:
     print("the grid is done")
 
 
-def _run(implementation: Implementation, dtype: torch.dtype, line: tuple[int, int, int, int, int, dict[str, Any], bool]) -> None:
-    """One line of the grid, forward and backward."""
+def _run(
+    implementation: Implementation, dtype: torch.dtype, line: tuple[int, int, int, int, int, dict[str, Any], bool]
+) -> None:
+    """Runs one line of the grid, forward and backward."""
     heads, kv_heads, queries, keys, dim, keywords, strided = line
     if implementation.supports.block_mask:
         keywords = keywords | {"block_mask": (torch.rand(1, heads, -(-queries // 128), -(-keys // 128)) < 0.7).cuda()}
-    query, key, value = (_tensor(h, length, dim, dtype, strided) for h, length in ((heads, queries), (kv_heads, keys), (kv_heads, keys)))
+    query, key, value = (
+        _tensor(h, length, dim, dtype, strided) for h, length in ((heads, queries), (kv_heads, keys), (kv_heads, keys))
+    )
     out: Any = implementation.attention(query, key, value, enable_gqa=True, **keywords)
     gradients = torch.autograd.grad(out, (query, key, value), torch.randn(out.shape).to("cuda", dtype))
     torch.cuda.synchronize()
@@ -71,13 +78,23 @@ def _tensor(heads: int, length: int, dim: int, dtype: torch.dtype, strided: bool
 
 @pytest.mark.parametrize("tool", ["memcheck", "initcheck", "synccheck"])
 def test_compute_sanitizer_finds_nothing(tool: str) -> None:
-    """Over the grid: accesses outside of memory, reads of memory that nothing wrote, barriers that not all reach."""
+    """Checks the grid for accesses outside memory, reads of unwritten memory and incomplete barriers."""
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer: not installed")
-    # Errors of API calls are left out: cuda-bindings asks the driver for functions that older ones do not have.
-    command = [sanitizer, "--tool", tool, "--report-api-errors", "no", sys.executable, "-m", "flashproof.tests.suite.kernels.test_cuda_gpu"]
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # each tensor an allocation of its own, whose bounds are known
+    # Errors of API calls are not reported, because cuda-bindings asks for functions that older drivers do not have.
+    command = [
+        sanitizer,
+        "--tool",
+        tool,
+        "--report-api-errors",
+        "no",
+        sys.executable,
+        "-m",
+        "flashproof.tests.suite.kernels.test_cuda_gpu",
+    ]
+    # Without caching, each tensor has its own allocation, and compute-sanitizer knows its bounds.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert "the grid is done" in done.stdout, done.stdout + done.stderr
     assert "ERROR SUMMARY: 0 errors" in done.stdout, done.stdout
@@ -86,7 +103,7 @@ def test_compute_sanitizer_finds_nothing(tool: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_run_on_the_current_stream(name: str) -> None:
-    """Inputs that a slow stream is still making are waited for, and what another stream does meanwhile changes nothing."""
+    """A kernel waits for inputs that its slow stream is still writing. Other streams change nothing in the meantime."""
     implementation = catalogue.load(name)
     source = torch.randn(1, 4, 512, 64, device="cuda", dtype=torch.float16)
     expected: Any = implementation.attention(source, source, source)
@@ -105,11 +122,14 @@ def test_kernels_run_on_the_current_stream(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_a_new_thread(name: str) -> None:
-    """It has no context of the driver, and with the kernel loaded and memory at hand nothing but the launch would give it one."""
+    """A call in a new thread works.
+
+    A new thread has no driver context. If the kernel is loaded and memory is available, only the launch can make one.
+    """
     attention: Any = catalogue.load(name).attention
     x = torch.randn(1, 2, 70, 64, device="cuda", dtype=torch.float16)
     expected = attention(x, x, x)
-    attention(x, x, x)  # and what it answers is memory at hand
+    attention(x, x, x)  # its result is freed, so that memory is available
     torch.cuda.synchronize()
     found: list[Tensor | Exception] = []
 
@@ -129,7 +149,7 @@ def test_a_new_thread(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_first_use_is_quick(name: str, tmp_path: Path) -> None:
-    """A kernel that no cache holds is compiled and loaded in less than 2 s; from the disk in far less."""
+    """A kernel that is in no cache is compiled and loaded in less than 2 s. From the disk, it takes less than 0.1 s."""
     launches: list[Launch] = []
     x = torch.zeros(1, 1, 128, 128, device="cuda", dtype=torch.float16, requires_grad=True)
     with mock.patch.object(Launch, "run", autospec=True, side_effect=launches.append):
@@ -141,7 +161,9 @@ def test_first_use_is_quick(name: str, tmp_path: Path) -> None:
             for _ in range(2):
                 launching._kernel_on_gpu.cache_clear()
                 start = time.perf_counter()
-                launching._kernel_on_gpu(launch.source, launch.kernel, tuple(launch.constants.items()), launch.shared_bytes, 0)
+                launching._kernel_on_gpu(
+                    launch.source, launch.kernel, tuple(launch.constants.items()), launch.shared_bytes, 0
+                )
                 seconds.append(time.perf_counter() - start)
             assert seconds[0] < 2.0, f"{launch}: {seconds[0]:.1f} s"
             assert seconds[1] < 0.1, f"{launch}: {seconds[1]:.1f} s from the disk"
@@ -150,15 +172,21 @@ def test_first_use_is_quick(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_launch_that_fails_names_itself() -> None:
-    """More shared memory than there is; more threads than a block may have."""
+    """The launches ask for more shared memory than the GPU has, and for more threads than a block may have."""
     launches: list[Launch] = []
     x = torch.zeros(1, 2, 70, 64, device="cuda", dtype=torch.float16)
     with mock.patch.object(Launch, "run", autospec=True, side_effect=launches.append):
         catalogue.load("cuda.fa2").attention(x, x, x)
     launch = launches[0]
-    with pytest.raises(CudaError, match=r"(?s)needs 10000000 bytes of shared memory .*fa2\.cu forward <<<\d+, \d+, 10000000>>> .*DIM=64.*\[1, 2, 70, 64\]"):
+    with pytest.raises(
+        CudaError,
+        match=r"(?s)needs 10000000 bytes of shared memory .*fa2\.cu forward <<<\d+, \d+, 10000000>>>"
+        r" .*DIM=64.*\[1, 2, 70, 64\]",
+    ):
         replace(launch, shared_bytes=10_000_000).run()
-    with pytest.raises(CudaError, match=r"CUDA: CUDA_ERROR_INVALID_VALUE when launching fa2\.cu forward <<<\d+, 4096, \d+>>>"):
+    with pytest.raises(
+        CudaError, match=r"CUDA: CUDA_ERROR_INVALID_VALUE when launching fa2\.cu forward <<<\d+, 4096, \d+>>>"
+    ):
         replace(launch, warps=128).run()
 
 

@@ -1,6 +1,7 @@
-"""The CUDA implementations as operators of torch: opcheck accepts them, torch.compile takes a function around them whole, and they load anywhere.
+"""Tests the CUDA implementations as operators of torch.
 
-On a machine without a GPU the CPU twin computes; the registration is the same.
+opcheck must accept them, torch.compile must compile a function around them without a break, and they must load on any
+machine. On a machine without a GPU, the CPU twin computes. The registration of the operators is the same.
 """
 
 import itertools
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(autouse=True)
 def possible(request: pytest.FixtureRequest) -> None:
-    """What computes on this machine, or a skip with its reason."""
+    """Skips with the reason if the kernels cannot run on this machine."""
     parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     missing = catalogue.load(parameters["name"]).missing if "name" in parameters else launching.missing
     if (reason := missing("cuda" if DEVICE == "cuda" else "cpu")) and "without" not in request.node.name:
@@ -34,7 +35,7 @@ def possible(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile cannot trace what holds tensors to their shapes (`shapes.py`)."""
+    """Turns off the checks of shapes (`shapes.py`), because torch.compile cannot trace them."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
@@ -46,7 +47,7 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float16) -> lis
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name: str) -> None:
-    """Schema, fake tensors, autograd registration and tracing, with torch's own checker."""
+    """Torch's own checker tests schema, fake tensors, autograd registration and tracing."""
     supports = catalogue.load(name).supports  # loading registers the operator
     operator = getattr(torch.ops.flashproof, f"{name.replace('.', '_')}_forward")
     query, key, value = tensors((1, 2, 20, 24), (1, 1, 30, 24), (1, 1, 30, 24))
@@ -57,7 +58,8 @@ def test_opcheck(name: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own, when it imports its compiler
+# Torch raises this warning when it imports its compiler.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_whole(name: str) -> None:
     """torch.compile captures a function around the call without a break, forward and backward, and changes no bit."""
@@ -80,7 +82,10 @@ def test_compiled_whole(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_whole_with_other_arguments(name: str) -> None:
-    """A second value of scale, dropout or a length makes torch.compile take the first for a variable; that too it captures without a break."""
+    """torch.compile makes scale, dropout or a length a variable after it has seen a second value.
+
+    It must capture the call without a break in this case, too.
+    """
     implementation = catalogue.load(name)
     attention: Any = implementation.attention
     torch.compiler.reset()
@@ -96,23 +101,37 @@ def test_compiled_whole_with_other_arguments(name: str) -> None:
         if "dropout_p" in others and not implementation.supports.dropout:
             continue
         query, key, value = tensors((1, 2, length, dim), (1, 2, length + 3, dim), (1, 2, length + 3, dim))
-        assert torch.equal(compiled(query, key, value, **others), attention(query, key, value, **others)), (length, dim, others)
+        assert torch.equal(compiled(query, key, value, **others), attention(query, key, value, **others)), (
+            length,
+            dim,
+            others,
+        )
 
 
 def _kept(name: str, seed: int, p: float, batch: int, heads: int, queries: int, keys: int) -> Tensor:
-    """The dropout mask that an implementation draws. Scores of 0 and the unit matrix for the values: the output is the dropped weights."""
+    """Returns the dropout mask that an implementation draws: boolean [batch, heads, queries, keys], True if kept.
+
+    All scores are 0 and the values are the unit matrix, so the output is the weights after dropout.
+    """
     implementation = catalogue.load(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     zero = torch.zeros((batch, heads, queries, keys), device=device)
     key = torch.zeros((batch, heads, keys, keys), device=device)
-    out: Any = implementation.attention(zero, key, torch.eye(keys, device=device).expand_as(key), dropout_p=p, dropout_seed=seed)
+    out: Any = implementation.attention(
+        zero, key, torch.eye(keys, device=device).expand_as(key), dropout_p=p, dropout_seed=seed
+    )
     return torch.as_tensor(out).cpu() != 0.0
 
 
 @pytest.mark.timeout(300)
 def test_dropout_masks_agree_bit_for_bit() -> None:
-    """tiled, Triton, CUDA and the oracle draw the same mask: several tiles, batches and heads, seeds that use one word and both."""
-    names = [name for name in catalogue.names(["tiled.*", "triton.*", "cuda.*"]) if catalogue.load(name).supports.dropout]
+    """tiled, Triton, CUDA and the oracle draw the same mask.
+
+    The masks cover several tiles, batch entries and heads, and seeds that use one word or both.
+    """
+    names = [
+        name for name in catalogue.names(["tiled.*", "triton.*", "cuda.*"]) if catalogue.load(name).supports.dropout
+    ]
     batch, heads, queries, keys = 2, 2, 70, 100
     for seed, p in ((0, 0.5), (2**64 - 1, 0.1), (0x9E3779B97F4A7C15, 0.9)):
         rows = torch.arange(queries)
@@ -123,17 +142,22 @@ def test_dropout_masks_agree_bit_for_bit() -> None:
             assert torch.equal(_kept(name, seed, p, batch, heads, queries, keys), expected), name
 
 
-ABSENT = 'import sys; sys.modules["cuda"] = None\n'  # what the import system makes of a module that is not there
+ABSENT = 'import sys; sys.modules["cuda"] = None\n'  # with this, an import of cuda fails as if it were absent
 
 
 def test_loading_without_cuda_core() -> None:
-    """Where cuda-core is not installed, the kernels load and say what a GPU would need."""
-    assert _python(ABSENT + 'from flashproof.impls import catalogue; print(catalogue.load("cuda.fa2").missing("cuda"))') == "cuda-core: not installed\n"
+    """Without cuda-core, the kernels load and name what a GPU would need."""
+    assert (
+        _python(ABSENT + 'from flashproof.impls import catalogue; print(catalogue.load("cuda.fa2").missing("cuda"))')
+        == "cuda-core: not installed\n"
+    )
 
 
 def test_collecting_without_cuda_core() -> None:
-    """There too their checks are collected."""
-    options = '"--collect-only", "-q", "-p", "no:cacheprovider", "tests/accuracy", "--impl", "cuda.fa2", "--device", "cpu"'
+    """Without cuda-core, pytest still collects the checks of the kernels."""
+    options = (
+        '"--collect-only", "-q", "-p", "no:cacheprovider", "tests/accuracy", "--impl", "cuda.fa2", "--device", "cpu"'
+    )
     assert "[cuda.fa2-float32-cpu]" in _python(ABSENT + f"import pytest; raise SystemExit(pytest.main([{options}]))")
 
 
@@ -144,7 +168,7 @@ def _python(code: str) -> str:
 
 
 def test_no_gpu_is_said_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noun first."""
+    """The reason begins with the name of what is missing."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(launching, "no_nvrtc", lambda: None)
     assert launching.missing("cuda") == "CUDA: no device"
@@ -153,9 +177,14 @@ def test_no_gpu_is_said_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_that_is_too_old_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """sm_75 has no asynchronous copies; sm_80 has all that the kernels need."""
+    """sm_75 has no asynchronous copies. sm_80 has everything that the kernels need."""
     monkeypatch.setattr(launching, "no_nvrtc", lambda: None)
-    for name, answer in (("is_available", True), ("current_device", 0), ("get_device_name", "NVIDIA T4"), ("get_device_capability", (7, 5))):
+    for name, answer in (
+        ("is_available", True),
+        ("current_device", 0),
+        ("get_device_name", "NVIDIA T4"),
+        ("get_device_capability", (7, 5)),
+    ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     assert launching.missing("cuda") == "CUDA: NVIDIA T4 is sm_75, and the kernels need sm_80 or later"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))

@@ -1,4 +1,8 @@
-"""The CPU twin of the CUDA kernels: its primitives compute what a GPU's do, and what a GPU would let pass it reports, with kernel, block and thread."""
+"""Tests the CPU twin of the CUDA kernels.
+
+Its primitives must compute the same as those of a GPU. It must report faults that a GPU would not notice, with kernel,
+block and thread.
+"""
 
 import ctypes
 import shutil
@@ -17,18 +21,20 @@ NAN = float("nan")
 
 @pytest.fixture(autouse=True)
 def compiler() -> None:
-    """The host's compiler, or a skip with its reason."""
+    """Skips with the reason if the compiler of the host is missing."""
     if reason := launching.missing("cpu"):
         pytest.skip(reason)
 
 
-def run(path: Path, kernel: str, *tensors: Tensor, blocks: int = 1, warps: int = 1, shared_bytes: int = 0, size: int = 0) -> None:
-    """Runs a kernel of a file on the twin. It takes the tensors by pointer, then a number."""
+def run(
+    path: Path, kernel: str, *tensors: Tensor, blocks: int = 1, warps: int = 1, shared_bytes: int = 0, size: int = 0
+) -> None:
+    """Runs a kernel of a file on the twin. The kernel takes a pointer to each tensor, then the number `size`."""
     arguments = (*(ctypes.c_void_p(x.data_ptr()) for x in tensors), ctypes.c_int(size))
     Launch(str(path), kernel, blocks, warps, shared_bytes, {}, tensors, arguments).run()
 
 
-# ------------------------------------------------------------------------------------------------------------------------ primitives
+# ----------------------------------------------------------------------------------------------------------- primitives
 
 PRIMITIVES = """
 #include "primitives.cuh"
@@ -75,14 +81,18 @@ EXPORT(reduce)
 
 @pytest.fixture(scope="module")
 def primitives(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Kernels that are one primitive each."""
+    """Writes a file with kernels that are one primitive each."""
     path = tmp_path_factory.mktemp("twin") / "primitives.cu"
     path.write_text(PRIMITIVES)
     return path
 
 
 def floats() -> Tensor:
-    """Every float16, the numbers half way between neighbours and just beside those, and float32 from the smallest to the largest."""
+    """Makes numbers in float32 that are hard to round.
+
+    They are every finite float16, the midpoints between neighbours, the numbers just beside the midpoints, and float32
+    numbers from the smallest to the largest.
+    """
     half = torch.arange(0, 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
     half = half[half.isfinite()]
     middle = (half[1:] + half[:-1]) / 2
@@ -94,7 +104,7 @@ def floats() -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rounding_is_to_nearest_and_ties_to_even(primitives: Path, dtype: torch.dtype) -> None:
-    """Bit for bit as torch rounds, over subnormal numbers, ties, overflow and NaN."""
+    """The result has the same bits as torch's rounding, for subnormal numbers, ties and overflow. A NaN stays NaN."""
     numbers = floats()
     found = torch.empty(len(numbers), dtype=dtype)
     run(primitives, "round_half" if dtype == torch.float16 else "round_bfloat16", numbers, found, size=len(numbers))
@@ -114,7 +124,7 @@ def test_widening_is_exact(primitives: Path) -> None:
 
 
 def test_a_product_of_matrices(primitives: Path) -> None:
-    """ldmatrix, its transposed form and mma, in the layouts that the PTX manual gives: small integers multiply exactly."""
+    """Tests ldmatrix, its transposed form and mma in the layouts of the PTX manual. Small integers multiply exactly."""
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randint(-8, 9, shape, generator=generator).half() for shape in ((16, 16), (16, 8)))
     a, b = (x.clone() for x in (a, b))
@@ -130,7 +140,7 @@ def test_reductions(primitives: Path) -> None:
     assert torch.equal(quads, x.view(8, 4).amax(1).repeat_interleave(4))
 
 
-# --------------------------------------------------------------------------------------------------------------------------- faults
+# --------------------------------------------------------------------------------------------------------------- faults
 
 FAULTS = """
 #include "primitives.cuh"
@@ -140,13 +150,15 @@ DEVICE float* numbers() { return reinterpret_cast<float*>(shared_memory()); }
 
 FAULT(reads_past) { if (block_index() == 1 && thread_index() == 5) x[0] = x[size]; }
 FAULT(writes_before) { x[thread_index() == 3 ? -1 : thread_index()] = 0.0f; }
-FAULT(copies_past) { copy_async<4>(spot_of(numbers() + thread_index()), x + (size - 31 + thread_index()), true); copies_wait(); }
+FAULT(copies_past) { copy_async<4>(spot_of(numbers() + thread_index()), x + (size - 31 + thread_index()), true); \
+copies_wait(); }
 FAULT(copies_askew) { if (thread_index() == 0) copy_async<16>(spot_of(numbers()), x + 1, true); copies_wait(); }
 FAULT(leaves_shared_memory) { write(numbers() + thread_index() + (thread_index() == 31), 1.0f); }
 FAULT(some_at_a_barrier) { if (thread_index() < 40) barrier(); }
 FAULT(warps_at_a_barrier) { if (warp_index() == 0) barrier(); }
 FAULT(lanes_part) { if (thread_index() < 16) from_lane(1.0f, 0); else barrier(); }
-FAULT(races) { write(numbers() + thread_index(), 1.0f); x[thread_index()] = read(numbers() + (thread_index() + 32) % 64); }
+FAULT(races) { write(numbers() + thread_index(), 1.0f); \
+x[thread_index()] = read(numbers() + (thread_index() + 32) % 64); }
 FAULT(overwrites) {
     write(numbers() + thread_index(), 1.0f);
     barrier();
@@ -175,14 +187,17 @@ FAULT(copies_twice) {
     copy_async<4>(spot_of(numbers() + thread_index()), x + thread_index(), true);
     copy_async<4>(spot_of(numbers() + thread_index()), x, true);
 }
-FAULT(reads_before_the_wait) { copy_async<4>(spot_of(numbers() + thread_index()), x, true); x[thread_index()] = read(numbers() + thread_index()); }
-FAULT(writes_before_the_wait) { copy_async<4>(spot_of(numbers() + thread_index()), x, true); write(numbers() + thread_index(), 1.0f); }
+FAULT(reads_before_the_wait) { copy_async<4>(spot_of(numbers() + thread_index()), x, true); \
+x[thread_index()] = read(numbers() + thread_index()); }
+FAULT(writes_before_the_wait) { copy_async<4>(spot_of(numbers() + thread_index()), x, true); \
+write(numbers() + thread_index(), 1.0f); }
 FAULT(others_read_before_the_wait) {
     if (warp_index() == 0) copy_async<16>(spot_of(numbers() + 4 * thread_index()), x, true);
     barrier();
     if (warp_index() == 1) x[thread_index()] = read(numbers() + thread_index() - 32);
 }
-FAULT(reads_askew) { x[thread_index()] = Global<float>{reinterpret_cast<float*>(reinterpret_cast<char*>(x.pointer) + 2)}[0]; }
+FAULT(reads_askew) { x[thread_index()] = \
+Global<float>{reinterpret_cast<float*>(reinterpret_cast<char*>(x.pointer) + 2)}[0]; }
 FAULT(register_past) {
     Registers<float, 4> registers;
     for (int i = 0; i < size / 16; ++i) registers[i + 1] = 1.0f;
@@ -193,7 +208,8 @@ FAULT(is_right) {
     write(numbers() + thread_index(), x[thread_index()]);
     barrier();
     const float sum = read(numbers() + (thread_index() + 32) % 64) + 1.0f;
-    for (int i = 0; i < 2; ++i) {  // a copy beside numbers that are read, waited for, and a place that another copy then takes
+    for (int i = 0; i < 2; ++i) {  \
+// a copy beside numbers that are read, waited for, and a place that another copy then takes
         copy_async<4>(spot_of(numbers() + 64 + thread_index()), x + thread_index(), true);
         if (read(numbers() + thread_index()) != x[thread_index()]) return;
         copies_wait();
@@ -201,16 +217,19 @@ FAULT(is_right) {
     }
     x[thread_index()] = sum;
 }
-EXPORT(reads_past) EXPORT(writes_before) EXPORT(copies_past) EXPORT(copies_askew) EXPORT(leaves_shared_memory) EXPORT(some_at_a_barrier)
-EXPORT(warps_at_a_barrier) EXPORT(lanes_part) EXPORT(races) EXPORT(overwrites) EXPORT(never_writes) EXPORT(never_sets) EXPORT(is_right)
-EXPORT(lanes_at_two_barriers) EXPORT(warps_at_two_barriers) EXPORT(lanes_at_two_shuffles) EXPORT(copies_twice) EXPORT(reads_before_the_wait)
+EXPORT(reads_past) EXPORT(writes_before) EXPORT(copies_past) EXPORT(copies_askew) EXPORT(leaves_shared_memory) \
+EXPORT(some_at_a_barrier)
+EXPORT(warps_at_a_barrier) EXPORT(lanes_part) EXPORT(races) EXPORT(overwrites) EXPORT(never_writes) EXPORT(never_sets) \
+EXPORT(is_right)
+EXPORT(lanes_at_two_barriers) EXPORT(warps_at_two_barriers) EXPORT(lanes_at_two_shuffles) EXPORT(copies_twice) \
+EXPORT(reads_before_the_wait)
 EXPORT(writes_before_the_wait) EXPORT(others_read_before_the_wait) EXPORT(reads_askew) EXPORT(register_past)
 """
 
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Kernels with one fault each, and one with none."""
+    """Writes a file with kernels that have one fault each, and one kernel without a fault."""
     path = tmp_path_factory.mktemp("twin") / "faults.cu"
     path.write_text(FAULTS)
     return path
@@ -229,9 +248,24 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("some_at_a_barrier", 2, 0, r"at 'the kernel's end', where other lanes of its warp are at 'barrier'"),
         ("warps_at_a_barrier", 2, 0, r"1 of 2 warps wait at a barrier that the others never reach"),
         ("lanes_part", 1, 0, r"thread 16: at 'barrier', where other lanes of its warp are at 'shuffle'"),
-        ("lanes_at_two_barriers", 1, 0, r"thread 16: at 'barrier' of line \d+, where other lanes of its warp are at that of line \d+"),
-        ("warps_at_two_barriers", 2, 0, r"thread 63: at the barrier of line \d+, where other warps wait at that of line \d+"),
-        ("lanes_at_two_shuffles", 1, 0, r"thread 16: at 'shuffle' of line \d+, where other lanes of its warp are at that of line \d+"),
+        (
+            "lanes_at_two_barriers",
+            1,
+            0,
+            r"thread 16: at 'barrier' of line \d+, where other lanes of its warp are at that of line \d+",
+        ),
+        (
+            "warps_at_two_barriers",
+            2,
+            0,
+            r"thread 63: at the barrier of line \d+, where other warps wait at that of line \d+",
+        ),
+        (
+            "lanes_at_two_shuffles",
+            1,
+            0,
+            r"thread 16: at 'shuffle' of line \d+, where other lanes of its warp are at that of line \d+",
+        ),
         ("copies_twice", 1, 128, r"thread 0: offset 0 of shared memory, to which a copy is on its way"),
         ("reads_before_the_wait", 1, 128, r"thread 0: offset 0 of shared memory, to which a copy is on its way"),
         ("writes_before_the_wait", 1, 128, r"thread 0: offset 0 of shared memory, to which a copy is on its way"),
@@ -247,7 +281,7 @@ def test_a_fault_is_reported(faults: Path, kernel: str, warps: int, shared_bytes
 
 @pytest.mark.parametrize("kernel", ["never_writes", "never_sets"])
 def test_what_was_not_written_is_nan(faults: Path, kernel: str) -> None:
-    """Shared memory, a register."""
+    """Shared memory and registers hold NaN until they are written."""
     x = torch.zeros(32)
     run(faults, kernel, x, shared_bytes=128)
     assert x.isnan().all()
@@ -269,25 +303,27 @@ def test_a_right_kernel_passes(faults: Path) -> None:
     ids=["sum", "branch", "index"],
 )
 def test_a_local_that_may_be_read_before_it_is_set(tmp_path: Path, body: str) -> None:
-    """It is an error of the compilation: nothing fills a local variable with NaN."""
+    """The compilation fails, because the twin cannot fill a local variable with NaN."""
     path = tmp_path / "local.cu"
-    path.write_text(f'#include "primitives.cuh"\nKERNEL(local)(Global<float> x, int size) {{ {body} }}\nEXPORT(local)\n')
+    path.write_text(
+        f'#include "primitives.cuh"\nKERNEL(local)(Global<float> x, int size) {{ {body} }}\nEXPORT(local)\n'
+    )
     with pytest.raises(CudaError, match=r"(?s)C\+\+ compiler: .*local\.cu does not compile .*uninitialized"):
         run(path, "local", torch.zeros(64), size=64)
 
 
 def test_arguments_of_another_size(faults: Path) -> None:
-    """The types of a kernel's parameters stand in Python too; a difference is an error and no crash."""
+    """The types of the parameters of a kernel are written in Python, too. A difference raises an error, not a crash."""
     x = torch.zeros(32)
     with pytest.raises(CudaError, match=r"is_right: takes parameters of \[8, 4\] bytes, given \[8, 8\]"):
         Launch(str(faults), "is_right", 1, 1, 0, {}, (x,), (ctypes.c_void_p(x.data_ptr()), ctypes.c_longlong(1))).run()
 
 
-# ---------------------------------------------------------------------------------------------------------------- what is missing
+# ------------------------------------------------------------------------------------------------------ what is missing
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason begins with the noun, and the call says the same."""
+    """The reason begins with the name of what is missing. The error of a call says the same."""
     monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setattr(launching, "_twin", launching._twin.__wrapped__)
     assert str(launching.missing("cpu")).startswith("C++ compiler: none found")
@@ -299,10 +335,14 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_compiler_that_fails(tmp_path: Path) -> None:
-    """Its words are in the error."""
+    """The error contains the output of the compiler."""
     path = tmp_path / "wrong.cu"
     path.write_text("nonsense")
-    with pytest.raises(CudaError, match=r"(?s)C\+\+ compiler: .*wrong\.cu does not compile for the CPU twin.*nonsense.*when loading .*wrong\.cu is_right <<<"):
+    with pytest.raises(
+        CudaError,
+        match=r"(?s)C\+\+ compiler: .*wrong\.cu does not compile for the CPU twin"
+        r".*nonsense.*when loading .*wrong\.cu is_right <<<",
+    ):
         run(path, "is_right", torch.zeros(32))
 
 
@@ -310,13 +350,18 @@ def test_a_compiler_that_fails(tmp_path: Path) -> None:
     ("script", "words"),
     [
         ("exit 1", r"does not say its version.*exit status 1"),
-        ('[ "$1" = --version ] && exit 0; echo no such header >&2; exit 3', r"does not compile .*exit status 3.*no such header"),
+        (
+            '[ "$1" = --version ] && exit 0; echo no such header >&2; exit 3',
+            r"does not compile .*exit status 3.*no such header",
+        ),
         ("exit 0", r"the compiler wrote nothing"),
     ],
     ids=["no-version", "fails", "writes-nothing"],
 )
-def test_a_compiler_that_is_none(primitives: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str) -> None:
-    """What CXX names may do anything; it ends as a CudaError."""
+def test_a_compiler_that_is_none(
+    primitives: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str
+) -> None:
+    """The program that CXX names may do anything. The result is always a CudaError."""
     compiler = tmp_path / "compiler"
     compiler.write_text(f"#!/bin/sh\n{script}\n")
     compiler.chmod(0o755)

@@ -1,4 +1,7 @@
-"""The public call of the project's own implementations is written once, and stands in each as a function would."""
+"""Tests the public call of the project's own implementations.
+
+The call is written once. In each implementation, it must behave as a plain function would.
+"""
 
 import copy
 import inspect
@@ -17,7 +20,7 @@ KEYWORDS = ["is_causal", "causal_alignment", "scale", "enable_gqa", "dropout_p",
 
 @pytest.mark.parametrize("name", OWN)
 def test_its_signature_can_be_read(name: str) -> None:
-    """Names in their order, shapes, and nothing that the implementation does not take."""
+    """The signature has the names in order and the shapes, and no parameter that the implementation does not take."""
     implementation = loaded(name)
     parameters = inspect.signature(implementation.attention).parameters
     block_mask = ["block_mask"] if implementation.supports.block_mask else []
@@ -27,7 +30,7 @@ def test_its_signature_can_be_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", OWN)
 def test_its_signature_is_its_claim(name: str) -> None:
-    """Verified as a bare callable it would be asked for what it claims. Dropout may be refused."""
+    """As a bare callable, the function would be verified for exactly what it claims. It may refuse dropout."""
     claimed, read = loaded(name).supports, of_callable(loaded(name).attention, name).supports
     words = ["causal", "grouped_heads", "cross_lengths", "strided", "unaligned", "block_mask", "lse"]
     assert [getattr(claimed, word) for word in words] == [getattr(read, word) for word in words]

@@ -1,4 +1,7 @@
-"""Numbers that no bound speaks of, of the project's own implementations: a NaN is passed on, never turned into a number, and scores beyond float32 are -inf."""
+"""Tests numbers that no bound covers, in the project's own implementations.
+
+A NaN is passed on and never becomes a number. A score below the range of float32 is -inf.
+"""
 
 import math
 from typing import Any, get_args
@@ -17,13 +20,20 @@ TENSORS = ("out", "lse", "dq", "dk", "dv")
 
 
 def attended(name: str, device: Device, inputs: dict[str, Tensor], **keywords: Any) -> dict[str, Tensor]:
-    """What an implementation makes of query, key, value and dout, all [1, heads, length, dim]. In bfloat16 if it takes no float32."""
+    """Runs an implementation forward and backward. Returns out, lse, dq, dk and dv on the CPU.
+
+    It computes in float32, or in bfloat16 if it does not take float32.
+
+    inputs: query, key, value and dout, all [1, heads, length, dim].
+    """
     implementation = loaded(name)
     if device not in implementation.supports.devices:
         pytest.skip(f"{name}: not for {device}")
     if "dropout_p" in keywords and not implementation.supports.dropout:
         pytest.skip(f"{name}: claims no dropout")
-    if reason := implementation.missing(device) or ("CUDA: no device" if device == "cuda" and not torch.cuda.is_available() else None):
+    if reason := implementation.missing(device) or (
+        "CUDA: no device" if device == "cuda" and not torch.cuda.is_available() else None
+    ):
         pytest.skip(reason)
     dtype = torch.float32 if "float32" in implementation.supports.dtypes else torch.bfloat16
     leaves = [inputs[tensor].to(device, dtype, copy=True).requires_grad_() for tensor in ("query", "key", "value")]
@@ -34,7 +44,7 @@ def attended(name: str, device: Device, inputs: dict[str, Tensor], **keywords: A
 
 
 def textbook(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same in float64, with whole matrices."""
+    """Computes the same in float64, with whole matrices."""
     query, key, value = (inputs[tensor].double().requires_grad_() for tensor in ("query", "key", "value"))
     scores = query @ key.mT / math.sqrt(query.shape[-1])
     out = torch.softmax(scores, dim=-1) @ value
@@ -43,7 +53,7 @@ def textbook(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def random(queries: int, keys: int) -> dict[str, Tensor]:
-    """Several tiles, in float32."""
+    """Makes random inputs in float32, [1, 2, length, 16]."""
     generator = torch.Generator().manual_seed(0)
     lengths = {"query": queries, "key": keys, "value": keys, "dout": queries}
     return {name: torch.randn(1, 2, length, 16, generator=generator) for name, length in lengths.items()}
@@ -53,7 +63,7 @@ def random(queries: int, keys: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("where", ["query", "key", "value", "dout"])
 @pytest.mark.parametrize("name", OWN)
 def test_nan_is_passed_on(name: str, where: str, device: Device) -> None:
-    """One NaN in one head is one wherever it enters, there and nowhere else, and the rest is what it was without it."""
+    """A NaN makes every result that depends on it NaN, and no other result. The others keep their bits."""
     inputs = random(queries=70, keys=150)
     without = attended(name, device, inputs)
     inputs[where][0, 1, 3, 5] = math.nan
@@ -66,7 +76,7 @@ def test_nan_is_passed_on(name: str, where: str, device: Device) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", OWN)
 def test_nan_is_not_dropped(name: str, device: Device) -> None:
-    """Dropout may drop the weight that is NaN; the sum that divides the others has seen it."""
+    """Dropout may drop the weight that is NaN. The result is still NaN, because the sum of the weights contains it."""
     inputs = random(queries=40, keys=40)
     inputs["key"][0, 1, 3, 5] = math.nan
     found = attended(name, device, inputs, dropout_p=0.5, dropout_seed=1)
@@ -78,7 +88,10 @@ def test_nan_is_not_dropped(name: str, device: Device) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", OWN)
 def test_scores_below_float32(name: str, device: Device) -> None:
-    """Keys whose scores leave float32 downwards weigh 0, whole tiles of them too: the mean of the other values is left, which are equal."""
+    """Keys with scores below the range of float32 have the weight 0, even if they fill whole tiles.
+
+    The output is the mean of the other values, which are all equal.
+    """
     inputs = random(queries=70, keys=300)
     inputs["query"] = inputs["query"].abs() + 1e19
     inputs["key"][..., :270, :], inputs["key"][..., 270:, :] = -1e20, 0.0

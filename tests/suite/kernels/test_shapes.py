@@ -1,4 +1,4 @@
-"""Wrong shapes are caught while the tests of the suite itself run, and those of mutants are not."""
+"""Tests that wrong shapes are caught while the tests of the suite itself run, except in the tests of mutants."""
 
 from importlib import import_module
 
@@ -19,7 +19,7 @@ CASE = Case.parse("b1 h2 q5 k7 d8 float32")
 
 @pytest.mark.parametrize("module", ["flashproof.oracles.naive", "flashproof.oracles.problem", "flashproof.judging"])
 def test_modules_are_wrapped(module: str) -> None:
-    """Each was imported under the hook: a later import of one would have found it unwrapped."""
+    """Each module was imported under the hook. A module that was imported earlier would not be wrapped."""
     assert hasattr(import_module(module), "jaxtyping")
 
 
@@ -46,7 +46,7 @@ def test_a_wrong_field_is_caught() -> None:
 
 
 def test_mutants_are_not_held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check must reject them by what they answer."""
+    """A check must reject a mutant because of its answer."""
     monkeypatch.setattr(request.node, "path", shapes.MUTANTS / "test_mutants.py")
     given = inputs(CASE)
     with shapes.held(request.node):

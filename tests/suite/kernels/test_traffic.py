@@ -1,18 +1,25 @@
-"""Bytes that the Triton kernels of FlashAttention-1 and 2 read and write, against the papers' formulas, to the byte.
+"""Compares the bytes that the Triton kernels of FlashAttention-1 and 2 read and write with the formulas of the papers.
 
-The formulas, for one head of N queries and N keys of dim d, elements of e bytes (2 or 4), float32 statistics, B_r queries and B_c keys to a tile. They are the
-papers' asymptotic ones with every constant kept, so that counted and computed are compared with ==.
+The formulas are for one head of N queries and N keys of dim d. An element has e bytes (2 or 4), the statistics are in
+float32, and a tile has B_r queries or B_c keys. The papers give asymptotic formulas. Here they have all constants, so
+the test compares the counted and the computed number with ==.
 
-FlashAttention-1 (Dao et al. 2022, Theorem 2: Theta(N^2 d^2 / M) accesses with B_c = M / 4d). K and V cross once. For each of the N / B_c key tiles, every
-query comes back: forward, Q is read, and O (4 bytes an element, kept in float32), m and l are read and rewritten. Backward (Algorithm 4), Q, dO and O are
-read with m and l, dQ (float32) is read and rewritten; dK and dV are written once.
+FlashAttention-1 (Dao et al. 2022, Theorem 2: Theta(N^2 d^2 / M) accesses with B_c = M / 4d):
 
-FlashAttention-2 (Dao 2023, section 3.1: the loops exchanged, the output written once, only L kept). Forward, Q is read once and O and L are written once;
-for each of the N / B_r query tiles, K and V are read. Backward in three kernels: delta reads O and dO and writes N numbers; the one of dK and dV reads K and V
-once and Q, dO, L and delta for each of the N / B_c key tiles; the one of dQ reads Q, dO, L and delta once and K and V for each query tile; each gradient is
-written once.
+- Forward: K and V are read once. For each of the N / B_c key tiles, every Q is read, and O (in float32, 4 bytes an
+  element), m and l are read and rewritten.
+- Backward (Algorithm 4): K and V are read once. For each key tile, Q, dO and O are read with m and l, and dQ (float32)
+  is read and rewritten. dK and dV are written once.
 
-With a causal mask a tile that no query sees is never visited, so each sum runs over the pairs of tiles that touch the diagonal or lie below it.
+FlashAttention-2 (Dao 2023, section 3.1: the loops are exchanged, the output is written once, only L is kept):
+
+- Forward: Q is read once, and O and L are written once. For each of the N / B_r query tiles, K and V are read.
+- Backward, in three kernels. The kernel of delta reads O and dO and writes N numbers. The kernel of dK and dV reads K
+  and V once, and reads Q, dO, L and delta for each of the N / B_c key tiles. The kernel of dQ reads Q, dO, L and delta
+  once, and reads K and V for each query tile. Each gradient is written once.
+
+With a causal mask, a tile that no query sees is never visited. So each sum runs over the pairs of tiles that touch the
+diagonal or lie below it.
 """
 
 import functools
@@ -35,7 +42,7 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Shape:
-    """Attention of one sequence with itself, and the tiles that it is cut into."""
+    """Self-attention of one sequence, and the sizes of its tiles."""
 
     implementation: str
     direction: Direction
@@ -49,33 +56,45 @@ class Shape:
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
-        return f"{self.implementation}-{self.direction}-{self.dtype}-n{self.length}-{self.query_tile}x{self.key_tile}-{mask}"
+        return (
+            f"{self.implementation}-{self.direction}-{self.dtype}"
+            f"-n{self.length}-{self.query_tile}x{self.key_tile}-{mask}"
+        )
 
     @property
     def element(self) -> int:
-        """Bytes of an element of the inputs."""
+        """The bytes of one element of the inputs."""
         return 4 if self.dtype == "float32" else 2
 
     @property
     def matrix(self) -> int:
-        """Bytes of one head's Q, and of its K, V, O and each gradient."""
+        """The bytes of Q of one head. K, V, O and each gradient have as many."""
         return self.length * self.dim * self.element
 
     @property
     def rows(self) -> int:
-        """Queries visited, summed over key tiles: whole query tiles, from the first that sees the key tile."""
+        """The number of visited queries, summed over the key tiles.
+
+        A key tile visits whole query tiles, from the first one that sees it.
+        """
         firsts = range(0, self.length, self.key_tile)
         return sum(self.length - (first // self.query_tile * self.query_tile if self.causal else 0) for first in firsts)
 
     @property
     def columns(self) -> int:
-        """Keys visited, summed over query tiles: whole key tiles, up to the last that the query tile sees."""
+        """The number of visited keys, summed over the query tiles.
+
+        A query tile visits whole key tiles, up to the last one that it sees.
+        """
         lasts = (min(first + self.query_tile, self.length) for first in range(0, self.length, self.query_tile))
-        return sum(min(math.ceil(last / self.key_tile) * self.key_tile, self.length) if self.causal else self.length for last in lasts)
+        return sum(
+            min(math.ceil(last / self.key_tile) * self.key_tile, self.length) if self.causal else self.length
+            for last in lasts
+        )
 
 
 def fa1_forward(s: Shape) -> Bytes:
-    """Once K and V; for each key tile every query with its Q, O, m and l; O, m and l back."""
+    """K and V are read once. For each key tile, Q, O, m and l are read, and O, m and l are written."""
     return Bytes(
         read=s.heads * (2 * s.matrix + s.rows * (s.dim * s.element + 4 * s.dim + 8)),
         written=s.heads * s.rows * (4 * s.dim + 8),
@@ -83,7 +102,7 @@ def fa1_forward(s: Shape) -> Bytes:
 
 
 def fa1_backward(s: Shape) -> Bytes:
-    """Once K and V; for each key tile every query with its Q, dO, O, dQ, m and l; dQ back; once dK and dV."""
+    """K and V are read, dK and dV written once. Per key tile, Q, dO, O, dQ, m, l are read and dQ is written."""
     return Bytes(
         read=s.heads * (2 * s.matrix + s.rows * (3 * s.dim * s.element + 4 * s.dim + 8)),
         written=s.heads * (s.rows * 4 * s.dim + 2 * s.matrix),
@@ -91,7 +110,7 @@ def fa1_backward(s: Shape) -> Bytes:
 
 
 def fa2_forward(s: Shape) -> Bytes:
-    """Once Q; for each query tile every key with its K and V; once O and L."""
+    """Q is read once. For each query tile, K and V are read. O and L are written once."""
     return Bytes(
         read=s.heads * (s.matrix + s.columns * 2 * s.dim * s.element),
         written=s.heads * (s.matrix + 4 * s.length),
@@ -99,8 +118,9 @@ def fa2_forward(s: Shape) -> Bytes:
 
 
 def fa2_backward(s: Shape) -> Bytes:
-    """delta: O and dO; dK, dV: once K and V, for each key tile every query; dQ: once Q and dO, for each query tile every key; each gradient once."""
-    statistics = 8  # L and delta of a query
+    """One kernel reads O and dO for delta. One reads K and V once, and Q, dO, L and delta for each key tile. One reads
+    Q, dO, L and delta once, and K and V for each query tile. delta and each gradient are written once."""
+    statistics = 8  # bytes of L and delta of one query
     delta = 2 * s.matrix
     of_keys = 2 * s.matrix + s.rows * (2 * s.dim * s.element + statistics)
     of_queries = 2 * s.matrix + s.length * statistics + s.columns * 2 * s.dim * s.element
@@ -116,13 +136,16 @@ FORMULAS: dict[tuple[str, Direction], Callable[[Shape], Bytes]] = {
     ("triton.fa2", "forward"): fa2_forward,
     ("triton.fa2", "backward"): fa2_backward,
 }
-SOURCES = {"triton.fa1": "FlashAttention (2022), Theorem 2 with its constants", "triton.fa2": "FlashAttention-2 (2023), section 3.1 with its constants"}
+SOURCES = {
+    "triton.fa1": "FlashAttention (2022), Theorem 2 with its constants",
+    "triton.fa2": "FlashAttention-2 (2023), section 3.1 with its constants",
+}
 EVERY = pytest.mark.parametrize(("implementation", "direction"), FORMULAS)
 
 
 @functools.cache
 def count(shape: Shape) -> Bytes:
-    """Runs the kernels with tiles of the shape's sizes and counts."""
+    """Runs the kernels with the tiles of the shape, and counts their bytes. Skips if Triton does not interpret."""
     from flashproof.impls.triton import fa1, fa2, flash
     from flashproof.impls.triton.primitives import INTERPRETED
 
@@ -139,7 +162,9 @@ def count(shape: Shape) -> Bytes:
     query, key, value, dout = (torch.randn(size, generator=generator).to(getattr(torch, shape.dtype)) for _ in range(4))
     with mock.patch.object(module, "tiles", return_value=tiles):
         with counted() as forward:
-            out = module.attention(query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), is_causal=shape.causal)
+            out = module.attention(
+                query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), is_causal=shape.causal
+            )
         if shape.direction == "forward":
             return forward
         with counted() as backward:
@@ -147,7 +172,8 @@ def count(shape: Shape) -> Bytes:
     return backward
 
 
-# Lengths that tiles divide and do not, growing; tiles taller, wider and square; dtypes; masks; one query and key.
+# The grid has growing lengths, which are multiples of the tiles or not; tall, wide and square tiles; dtypes; masks; and
+# a single query and key.
 GRID = [
     shape
     for implementation, direction in FORMULAS
@@ -195,24 +221,27 @@ def test_every_byte_is_the_formulas(shape: Shape, recorder: Recorder) -> None:
 
 @EVERY
 def test_twice_the_length(implementation: str, direction: Direction) -> None:
-    """FA1 rewrites a gradient or the output once per key tile: four times the writes. FA2 writes each result once: twice."""
+    """With twice the length, FA1 writes four times as much, because it rewrites the output or dQ for each key tile.
+
+    FA2 writes each result once, so it writes twice as much.
+    """
     short = Shape(implementation, direction, 128)
     once, twice = count(short), count(replace(short, length=256))
     if implementation == "triton.fa2":
         assert twice.written == 2 * once.written
     elif direction == "forward":
         assert twice.written == 4 * once.written
-    else:  # dK and dV, written once, only double
+    else:  # dK and dV are written once, so they only double
         assert twice.written - 4 * once.written == -2 * short.heads * 2 * short.matrix
-    assert 3 * once.read < twice.read < 4 * once.read  # quadratic, but for what is read once
+    assert 3 * once.read < twice.read < 4 * once.read  # quadratic, except for what is read once
 
 
 @EVERY
 def test_twice_the_key_tile(implementation: str, direction: Direction) -> None:
-    """FA1 visits the queries half as often; FA2's forward does not care."""
+    """With key tiles of twice the size, FA1 visits the queries half as often. The forward of FA2 does not change."""
     narrow = Shape(implementation, direction, 256, key_tile=32)
     small, large = count(narrow), count(replace(narrow, key_tile=64))
-    gradients = 2 * narrow.heads * narrow.matrix  # dK and dV, or K and V: once, whatever the tile
+    gradients = 2 * narrow.heads * narrow.matrix  # K and V are read, dK and dV written once, whatever the tile
     if implementation == "triton.fa1":
         once = Bytes(read=gradients, written=gradients if direction == "backward" else 0)
         assert small.read - once.read == 2 * (large.read - once.read)
@@ -226,7 +255,7 @@ def test_twice_the_key_tile(implementation: str, direction: Direction) -> None:
 
 @EVERY
 def test_twice_the_query_tile(implementation: str, direction: Direction) -> None:
-    """FA2 reads keys and values half as often; FA1 does not care."""
+    """With query tiles of twice the size, FA2 reads keys and values half as often. FA1 does not change."""
     flat = Shape(implementation, direction, 256, query_tile=32)
     small, large = count(flat), count(replace(flat, query_tile=64))
     if implementation == "triton.fa1":
@@ -237,7 +266,10 @@ def test_twice_the_query_tile(implementation: str, direction: Direction) -> None
 
 
 def test_the_output_crosses_once_in_fa2_and_once_per_key_tile_in_fa1() -> None:
-    """What FlashAttention-2 is about: with four key tiles FA1 writes the float32 output four times, FA2 the 16-bit one once."""
+    """With four key tiles, FA1 writes the float32 output four times. FA2 writes the 16-bit output once.
+
+    This is the main improvement of FlashAttention-2.
+    """
     statistics = 2 * 256
     first = count(Shape("triton.fa1", "forward", 256)).written - 4 * 2 * 4 * statistics
     second = count(Shape("triton.fa2", "forward", 256)).written - 4 * statistics
@@ -245,7 +277,7 @@ def test_the_output_crosses_once_in_fa2_and_once_per_key_tile_in_fa1() -> None:
 
 
 def test_masked_lanes_do_not_count_and_nothing_stays_wrapped() -> None:
-    """The counter itself, on a kernel whose traffic is known: 10 of 16 lanes, and an atomic that reads and writes."""
+    """Tests the counter on a kernel with known traffic: 10 of 16 lanes, and an atomic that reads and writes."""
     import triton
     import triton.language as tl
     from triton.runtime.interpreter import interpreter_builder

@@ -1,7 +1,8 @@
-"""Counts the bytes that Triton kernels read from and write to device memory, exactly, with no GPU.
+"""Counts exactly how many bytes Triton kernels read from and write to device memory, without a GPU.
 
-Triton's interpreter moves all memory through a few methods of one object. They are wrapped while `counted()` is open: each lane of a load or store
-whose mask is true counts its bytes, whether or not a cache would have answered it. So these are the accesses that the papers count, not a chip's traffic.
+Triton's interpreter reads and writes memory through a few methods of one object. `counted()` wraps these methods. Each
+lane of a load or store counts its bytes if its mask is true, even if a cache of a chip would hold them. So the result
+is the number of accesses that the papers count, and not the traffic of a chip.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +25,10 @@ class Bytes:
 
 @contextmanager
 def counted() -> Iterator[Bytes]:
-    """Counts what every kernel interpreted inside it reads and writes. Loads and stores through descriptors and block pointers pass the same methods."""
+    """Counts what every kernel reads and writes that is interpreted while the context is open.
+
+    Loads and stores through descriptors and block pointers use the same methods, so they count too.
+    """
     total = Bytes()
 
     def load(pointers: Any, mask: Any, *_: Any, **__: Any) -> None:
@@ -49,7 +53,9 @@ def counted() -> Iterator[Bytes]:
     }
     with ExitStack() as wrapped:
         for name, count in counters.items():
-            wrapped.enter_context(mock.patch.object(interpreter_builder, name, _before(count, getattr(interpreter_builder, name))))
+            wrapped.enter_context(
+                mock.patch.object(interpreter_builder, name, _before(count, getattr(interpreter_builder, name)))
+            )
         yield total
 
 
@@ -62,6 +68,8 @@ def _before(count: Callable[..., None], method: Callable[..., Any]) -> Callable[
 
 
 def _bytes(pointers: Any, mask: Any = None) -> int:
-    """Of the lanes whose mask is true."""
-    lanes = pointers.data.size if mask is None else int(np.count_nonzero(np.broadcast_to(mask.data, pointers.data.shape)))
+    """Returns the bytes of the lanes whose mask is true. Without a mask, all lanes count."""
+    lanes = (
+        pointers.data.size if mask is None else int(np.count_nonzero(np.broadcast_to(mask.data, pointers.data.shape)))
+    )
     return lanes * int(pointers.get_element_ty().primitive_bitwidth) // 8

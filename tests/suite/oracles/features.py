@@ -1,4 +1,4 @@
-"""Tiny cases, small enough for mpmath, that have every feature of a problem between them."""
+"""Tiny cases that mpmath can compute. Together they have every feature of a problem."""
 
 from functools import lru_cache, reduce
 from operator import add
@@ -53,23 +53,29 @@ FEATURES = [
 
 
 def problem_of(line: str) -> Problem:
-    """The problem of a case's line."""
+    """Returns the problem of the case that a line describes."""
     case = Case.parse(line)
     return inputs(case).problem(case)
 
 
 def flat(numbers: object) -> list[mpf]:
-    """The numbers of nested lists, in order."""
+    """Returns the numbers of nested lists in order."""
     if not isinstance(numbers, list):
         return [numbers]
     return [number for part in numbers for number in flat(part)]
 
 
 def by_definition(problem: Problem, bits: int = 3 * ball.BITS) -> dict[str, list[arb]]:
-    """What mpmath answers, each tensor flattened; with what changes when it is asked for a third more bits as the radius."""
+    """Computes each tensor with mpmath, flattened, as balls.
+
+    The radius is the change of the result when the precision is a third higher.
+    """
     coarse, fine = ((*mp.forward(problem, more), *mp.gradients(problem, more)) for more in (bits, bits * 4 // 3))
     with ctx.workprec(2 * bits):
-        return {name: [_widened(x, y) for x, y in zip(flat(a), flat(b), strict=True)] for name, a, b in zip(TENSORS, coarse, fine, strict=True)}
+        return {
+            name: [_widened(x, y) for x, y in zip(flat(a), flat(b), strict=True)]
+            for name, a, b in zip(TENSORS, coarse, fine, strict=True)
+        }
 
 
 def _widened(coarse: mpf, fine: mpf) -> arb:
@@ -78,12 +84,12 @@ def _widened(coarse: mpf, fine: mpf) -> arb:
 
 @lru_cache
 def definition_of(line: str) -> dict[str, list[arb]]:
-    """`by_definition` of a case's line."""
+    """Calls `by_definition` for the problem of a line, and keeps the result."""
     return by_definition(problem_of(line))
 
 
 def in_balls(problem: Problem) -> dict[str, list[arb]]:
-    """What `ball` encloses, at full precision, each tensor flattened."""
+    """Computes each tensor with `ball`, flattened, as balls at full precision."""
     answer: dict[str, list[arb]] = {name: [] for name in TENSORS}
     batches, heads, _, _ = problem.query.shape
     for batch in range(batches):

@@ -1,4 +1,4 @@
-"""Balls hold the exact result, are small, and do not hold the result of any other problem."""
+"""Tests that balls contain the exact result, are small, and do not contain the result of a different problem."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,24 +19,37 @@ from flashproof.oracles.masks import Mask
 from flashproof.oracles.problem import Problem
 from flashproof.search import search
 from flashproof.tensors import inputs
-from flashproof.tests.suite.oracles.features import FEATURES, TENSORS, by_definition, definition_of, in_balls, problem_of
+from flashproof.tests.suite.oracles.features import (
+    FEATURES,
+    TENSORS,
+    by_definition,
+    definition_of,
+    in_balls,
+    problem_of,
+)
 
 NOWHERE: dict[str, list[int]] = {name: [] for name in TENSORS}
-FINER = 2.0**-ball.BITS / bounds.output_roundoff(torch.float64)  # one bit of a ball over one bit of float64
+FINER = 2.0**-ball.BITS / bounds.output_roundoff(torch.float64)  # the roundoff of a ball relative to that of float64
 
 every_feature = pytest.mark.parametrize("line", FEATURES)
 
 
 def outside(enclosed: list[arb], exact: list[arb]) -> list[int]:
-    """The elements whose ball does not reach the exact number."""
+    """Returns the elements whose ball does not overlap the exact number."""
     assert len(enclosed) == len(exact)
     return [i for i, (x, y) in enumerate(zip(enclosed, exact, strict=True)) if not x.overlaps(y)]
 
 
 def outside_in_float64(enclosed: Ball, exact: list[arb]) -> list[int]:
-    """The same of midpoints and radii in float64, compared without rounding."""
+    """Returns the same for midpoints and radii in float64, compared without rounding."""
     with ctx.workprec(4 * ball.BITS):
-        return outside([arb(mid, radius) for mid, radius in zip(enclosed.mid.flatten().tolist(), enclosed.radius.flatten().tolist(), strict=True)], exact)
+        return outside(
+            [
+                arb(mid, radius)
+                for mid, radius in zip(enclosed.mid.flatten().tolist(), enclosed.radius.flatten().tolist(), strict=True)
+            ],
+            exact,
+        )
 
 
 @every_feature
@@ -62,7 +75,10 @@ def test_radii_are_as_much_below_the_float64_bound_as_the_bits_are_above_float64
     enclosed = in_balls(problem)
     for name in TENSORS:
         radii = [float(x.rad()) if x.is_finite() else 0.0 for x in enclosed[name]]
-        assert all(radius <= FINER * bound for radius, bound in zip(radii, getattr(allowed, name).flatten().tolist(), strict=True)), name
+        assert all(
+            radius <= FINER * bound
+            for radius, bound in zip(radii, getattr(allowed, name).flatten().tolist(), strict=True)
+        ), name
 
 
 @every_feature
@@ -90,7 +106,7 @@ def test_rows_without_keys_are_exact() -> None:
 
 @st.composite
 def tiny(draw: st.DrawFn) -> Case:
-    """A case that mpmath does in milliseconds."""
+    """Draws a case that mpmath computes in milliseconds."""
     kv_heads, groups = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     return Case(
         heads=kv_heads * groups,
@@ -130,7 +146,7 @@ def test_a_common_shift_of_all_scores_moves_the_lse_alone(line: str, shift: floa
     assert {name: outside(shifted[name], plain[name]) for name in TENSORS} == NOWHERE
 
 
-# --------------------------------------------------------------------------------------------------- some rows, some columns
+# ---------------------------------------------------------------------------------------------- some rows, some columns
 
 
 @every_feature
@@ -164,22 +180,31 @@ def test_columns_from_the_float64_oracle_are_inside_its_bound(line: str) -> None
     problem = problem_of(line)
     batch, kv_head = problem.key.shape[0] - 1, problem.key.shape[1] - 1
     float64, allowed = naive.attention(problem), bounds.bounds(problem, bounds.FLOAT64)
-    some = ball.columns(problem, batch, kv_head, torch.arange(problem.key.shape[2]), Ball(float64.out, allowed.out), Ball(float64.lse, allowed.lse))
+    some = ball.columns(
+        problem,
+        batch,
+        kv_head,
+        torch.arange(problem.key.shape[2]),
+        Ball(float64.out, allowed.out),
+        Ball(float64.lse, allowed.lse),
+    )
     for name in ("dk", "dv"):
         mid, radius = getattr(some, name)
-        assert ((getattr(float64, name)[batch, kv_head] - mid).abs() <= getattr(allowed, name)[batch, kv_head] + radius).all(), name
+        assert (
+            (getattr(float64, name)[batch, kv_head] - mid).abs() <= getattr(allowed, name)[batch, kv_head] + radius
+        ).all(), name
         exact = definition_of(line)[name]
         mine = len(exact) // (problem.key.shape[0] * problem.key.shape[1])
         assert outside_in_float64(Ball(mid, radius), exact[-mine:]) == [], name
 
 
 def moved(enclosed: Ball, by: Tensor) -> Ball:
-    """The midpoints moved up by a distance, and at least to the next number."""
+    """Moves the midpoints up by a distance, and at least to the next float64."""
     return Ball(torch.nextafter(enclosed.mid + by, torch.tensor(torch.inf, dtype=torch.float64)), enclosed.radius)
 
 
 def meet(one: Ball, other: Ball) -> bool:
-    """Whether two balls share a point in every element, as two enclosures of one number must."""
+    """Whether two balls share a point in every element. Two enclosures of the same numbers must do so."""
     apart = torch.where(one.mid == other.mid, 0.0, (one.mid - other.mid).abs())
     return bool((apart <= one.radius + other.radius).all())
 
@@ -188,7 +213,7 @@ def meet(one: Ball, other: Ball) -> bool:
 
 
 def test_what_no_query_sees_may_hold_anything() -> None:
-    problem = problem_of("b1 h2 q5 k8 d3 causal")  # top left: nobody sees the last three keys
+    problem = problem_of("b1 h2 q5 k8 d3 causal")  # aligned top left: no query sees the last three keys
     poisoned = replace(problem, key=problem.key.clone(), value=problem.value.clone())
     poisoned.key[:, :, 5:], poisoned.value[:, :, 5:] = torch.nan, torch.inf
     clean, enclosure = ball.attention(problem), ball.attention(poisoned)
@@ -210,15 +235,15 @@ def test_an_enclosure_that_says_nothing_is_not_given() -> None:
     out, lse = ball.forward(problem)
     with pytest.raises(ArithmeticError, match="radii are not finite"):
         ball.columns(problem, 0, 0, torch.tensor([1]), out, Ball(lse.mid, torch.full_like(lse.radius, torch.inf)))
-    with pytest.raises(ArithmeticError, match="radii are not finite"):  # beyond the range of float64
+    with pytest.raises(ArithmeticError, match="radii are not finite"):  # the scores exceed the range of float64
         ball.forward(replace(problem, scale=1e300, query=problem.query.double() * 1e200))
 
 
-# --------------------------------------------------------------------------------------------------- what a ball must not hold
+# -------------------------------------------------------------------------------------------- what a ball must not hold
 
 
 def one_bit_off(tensor: Tensor) -> Tensor:
-    """The last element moved by one unit in its last place."""
+    """Moves the last element up by one unit in its last place."""
     moved = tensor.contiguous().clone()
     moved[(-1,) * moved.ndim] = torch.nextafter(moved[(-1,) * moved.ndim], torch.tensor(torch.inf, dtype=moved.dtype))
     return moved
@@ -232,12 +257,18 @@ WRONG: dict[str, tuple[Callable[[Problem], Problem], set[str]]] = {
     "dout": (lambda p: replace(p, dout=one_bit_off(p.dout)), {"dq", "dk", "dv"}),
     "alignment": (lambda p: replace(p, mask=replace(p.mask, causal="top_left")), {"out", "lse", "dq", "dk", "dv"}),
     "no mask": (lambda p: replace(p, mask=Mask(p.mask.queries, p.mask.keys)), {"out", "lse", "dq", "dk", "dv"}),
-    "dropout seed": (lambda p: replace(p, dropout=replace(p.dropout, seed=p.dropout.seed + 1)), {"out", "dq", "dk", "dv"}),
-    "dropout p": (lambda p: replace(p, dropout=replace(p.dropout, p=p.dropout.p + 2.0**-54)), {"out", "dq", "dk", "dv"}),
+    "dropout seed": (
+        lambda p: replace(p, dropout=replace(p.dropout, seed=p.dropout.seed + 1)),
+        {"out", "dq", "dk", "dv"},
+    ),
+    "dropout p": (
+        lambda p: replace(p, dropout=replace(p.dropout, p=p.dropout.p + 2.0**-54)),
+        {"out", "dq", "dk", "dv"},
+    ),
     "grouping": (lambda p: replace(p, query=p.query[:, [0, 2, 1, 3]]), {"out", "lse", "dq", "dk", "dv"}),
     "heads": (lambda p: replace(p, key=p.key.flip(1)), {"out", "lse", "dq", "dk", "dv"}),
 }
-"""Every problem that is wrong by one thing, however small, and the tensors that must tell."""
+"""Problems with one small change each, and the tensors whose balls must show it."""
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -254,4 +285,7 @@ def test_midpoints_moved_by_two_radii_do_not_hold_the_result(line: str) -> None:
     for name in TENSORS:
         mid, radius = getattr(enclosure, name)
         elements = mid.isfinite().flatten()
-        assert outside_in_float64(moved(Ball(mid, radius), 2.0 * radius), exact[name]) == elements.nonzero().flatten().tolist(), name
+        assert (
+            outside_in_float64(moved(Ball(mid, radius), 2.0 * radius), exact[name])
+            == elements.nonzero().flatten().tolist()
+        ), name

@@ -1,4 +1,7 @@
-"""The bound of a claim, held against arithmetic that does what is claimed, and arithmetic that does a little less."""
+"""Tests the bound of a claim.
+
+One arithmetic does what is claimed and must pass. Another is slightly less accurate and must not pass.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -28,32 +31,34 @@ LINES = [
 
 @dataclass(frozen=True)
 class Roundings:
-    """What an emulated kernel rounds, beyond sums in float32."""
+    """The roundings of an emulated kernel, in addition to those of its float32 sums."""
 
     operands: int = 24  # significant bits kept of query, key, value and dout before a product
-    weights: torch.dtype = torch.float32  # of P and dS before a product
-    result: torch.dtype = torch.float32
+    weights: torch.dtype = torch.float32  # dtype of P and dS before a product
+    result: torch.dtype = torch.float32  # dtype of the results, except the LSE
 
 
 def kept(tensor: Tensor, bits: int) -> Tensor:
-    """The leading bits of a float32, rounded to nearest."""
+    """Rounds a float32 to nearest, to this number of significant bits."""
     mantissa, exponent = torch.frexp(tensor)
     return torch.ldexp(torch.round(mantissa * 2.0**bits), exponent - bits)
 
 
 def emulated(problem: Problem, rounding: Roundings) -> dict[str, Tensor]:
-    """Textbook attention in float32 with these roundings, one head at a time."""
+    """Computes textbook attention in float32 with these roundings, one head at a time."""
     groups = problem.groups
     shapes = problem.query.shape, problem.query.shape[:3], problem.query.shape, problem.key.shape, problem.key.shape
     answer = {name: torch.zeros(shape) for name, shape in zip(TENSORS, shapes, strict=True)}
     rows = torch.arange(problem.query.shape[2])
     for batch, head in naive.heads_of(problem):
-        query, key, value, dout = (kept(tensor.float(), rounding.operands) for tensor in naive.head_tensors(problem, batch, head))
+        query, key, value, dout = (
+            kept(tensor.float(), rounding.operands) for tensor in naive.head_tensors(problem, batch, head)
+        )
         visible = problem.mask.visible(batch, head, rows)
         gain = problem.dropout.kept(batch, head, rows, len(key)).float() / (1.0 - problem.dropout.p)
         scores = (problem.scale * (query @ key.T)).masked_fill(~visible, -math.inf)
         maximum = scores.amax(dim=1, keepdim=True)
-        maximum = torch.where(maximum.isfinite(), maximum, 0.0)  # a row that sees no key
+        maximum = torch.where(maximum.isfinite(), maximum, 0.0)  # where a row sees no key
         exponentials = torch.exp(scores - maximum)
         total = exponentials.sum(dim=1, keepdim=True)
         out = ((exponentials * gain).to(rounding.weights).float() @ value / total).nan_to_num()
@@ -69,11 +74,16 @@ def emulated(problem: Problem, rounding: Roundings) -> dict[str, Tensor]:
 
 
 def rhos(line: str, rounding: Roundings, arithmetic: Arithmetic) -> dict[str, float]:
-    """The largest error over bound of each tensor of an emulated kernel."""
+    """Computes rho, the largest ratio of error to bound, of each tensor of an emulated kernel."""
     problem = problem_of(line)
     enclosure, bound = ball.attention(problem), bounds.bounds(problem, Claim(arithmetic))
     answer = emulated(problem, rounding)
-    return {name: verdict.rho(answer[name], getattr(enclosure, name).mid, getattr(bound, name), getattr(enclosure, name).radius).value for name in TENSORS}
+    return {
+        name: verdict.rho(
+            answer[name], getattr(enclosure, name).mid, getattr(bound, name), getattr(enclosure, name).radius
+        ).value
+        for name in TENSORS
+    }
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -103,12 +113,20 @@ def test_weights_in_sixteen_bit_are_outside_the_bound_of_float32(line: str) -> N
 
 @pytest.mark.parametrize("line", LINES)
 def test_a_result_in_bfloat16_is_outside_the_bound_of_float16(line: str) -> None:
-    assert max(rhos(f"{line} float16", Roundings(weights=torch.float16, result=torch.bfloat16), Arithmetic()).values()) > 1.0
+    assert (
+        max(rhos(f"{line} float16", Roundings(weights=torch.float16, result=torch.bfloat16), Arithmetic()).values())
+        > 1.0
+    )
 
 
-@pytest.mark.parametrize("line", ["b1 h1 q31 k17 d16 bfloat16", "b1 h1 q40 k40 d16 float16", "b1 h1 q40 k40 d16 bfloat16 seed1"])
+@pytest.mark.parametrize(
+    "line", ["b1 h1 q31 k17 d16 bfloat16", "b1 h1 q40 k40 d16 float16", "b1 h1 q40 k40 d16 bfloat16 seed1"]
+)
 def test_a_delta_from_the_rounded_output_is_no_lean(line: str) -> None:
-    """Its error is shared by all keys of a row; a kernel that rounds nothing else is more accurate than is claimed, and must not lean."""
+    """All keys of a row share the error of delta.
+
+    A kernel that rounds nothing else is more accurate than its claim, so it must not be judged as biased.
+    """
     problem = problem_of(line)
     dtype = problem.query.dtype
     evaluation = bounds.evaluate(problem, [bounds.without_casts(Claim(Arithmetic()))])
@@ -116,7 +134,9 @@ def test_a_delta_from_the_rounded_output_is_no_lean(line: str) -> None:
     for rows in naive.row_blocks(problem):
         delta = (rows.dout * rows.out.to(dtype).double()).sum(dim=-1, keepdim=True)
         rows.add(wrong.dk, rows.weights * (rows.slopes().dweights - delta), rows.query, rows.scale)
-    bias = verdict.bias(wrong.dk.to(dtype), evaluation.answer.dk, evaluation.bounds[0].dk, [cast.dk for cast in evaluation.casts])
+    bias = verdict.bias(
+        wrong.dk.to(dtype), evaluation.answer.dk, evaluation.bounds[0].dk, [cast.dk for cast in evaluation.casts]
+    )
     assert bias is not None
     assert not bias.leans
 
@@ -128,7 +148,10 @@ LOOSER = {
     "three products": (Arithmetic(), Arithmetic(products="3xtf32")),
     "one product": (Arithmetic(products="3xtf32"), Arithmetic(products="tf32")),
     "gradients in 16 bit": (Arithmetic(), Arithmetic(gradients="input")),
-    "smaller query tiles for them": (Arithmetic(gradients="input", query_tile=64), Arithmetic(gradients="input", query_tile=32)),
+    "smaller query tiles for them": (
+        Arithmetic(gradients="input", query_tile=64),
+        Arithmetic(gradients="input", query_tile=32),
+    ),
     "a worse exponential": (Arithmetic(exp_ulps=1.0), Arithmetic(exp_ulps=4.0)),
     "weights divided by an LSE": (Arithmetic(), Arithmetic(normaliser="lse")),
     "tiles unknown": (Arithmetic(key_tile=64), Arithmetic()),
@@ -147,7 +170,10 @@ def test_a_weaker_claim_has_a_larger_bound(claim: str) -> None:
 @pytest.mark.parametrize("line", LINES)
 def test_the_probabilistic_form_is_the_tighter_one_on_long_sums(line: str) -> None:
     problem = problem_of(line)
-    probable, certain = bounds.bounds(problem, Claim(Arithmetic(), "statistical")), bounds.bounds(problem, Claim(Arithmetic()))
+    probable, certain = (
+        bounds.bounds(problem, Claim(Arithmetic(), "statistical")),
+        bounds.bounds(problem, Claim(Arithmetic())),
+    )
     assert (probable.dv.sum() / certain.dv.sum()).item() < 1.0
     assert (probable.dv > 0.0).all()
 
@@ -165,13 +191,15 @@ def test_bounds_do_not_depend_on_the_blocks_of_rows() -> None:
     problem = problem_of("b1 h2 q60 k50 d16 causal dropout0.2")
     whole = bounds.evaluate(problem, [Claim(Arithmetic())]).bounds[0]
     blocked = bounds.evaluate(problem, [Claim(Arithmetic())], block_scores=500).bounds[0]
-    own = bounds.bounds(problem, bounds.FLOAT64)  # a bound is computed in float64 too
+    own = bounds.bounds(problem, bounds.FLOAT64)  # the computation of a bound rounds in float64 too
     for name in TENSORS:
         assert ((getattr(whole, name) - getattr(blocked, name)).abs() <= getattr(own, name)).all(), name
 
 
 @pytest.mark.parametrize("line", [*LINES, "b1 h1 q60 k60 d64 x16 bfloat16", "b2 h4/2 q50 k40 d16 causal float16"])
-@pytest.mark.parametrize("arithmetic", [Arithmetic(), Arithmetic(normaliser="lse", key_tile=16, gradients="input")], ids=str)
+@pytest.mark.parametrize(
+    "arithmetic", [Arithmetic(), Arithmetic(normaliser="lse", key_tile=16, gradients="input")], ids=str
+)
 def test_the_bound_of_float64_is_below_its_share_of_that_of_float32(line: str, arithmetic: Arithmetic) -> None:
     problem, float32 = problem_of(line), bounds.without_casts(Claim(arithmetic))
     share = bounds.share(problem, bounds.FLOAT64, float32)
@@ -189,13 +217,18 @@ def test_no_share_is_known_where_a_bound_may_be_cut_off_or_is_no_smaller() -> No
 
 
 def test_every_bound_is_finite() -> None:
-    for line in (*LINES, "b1 h1 q100 k100 d8 x1e7", "b1 h1 q50 k50 d16 shift2.5e5", "b1 h1 q30 k30 d8 x64 causal bfloat16"):
+    for line in (
+        *LINES,
+        "b1 h1 q100 k100 d8 x1e7",
+        "b1 h1 q50 k50 d16 shift2.5e5",
+        "b1 h1 q30 k30 d8 x64 causal bfloat16",
+    ):
         bound = bounds.bounds(problem_of(line), Claim(Arithmetic()))
         assert all(getattr(bound, name).isfinite().all() for name in TENSORS), line
 
 
 def test_an_exponential_that_underflows_early_may_lose_as_much() -> None:
-    """One key weighs 2^-125.7, and its value makes it count."""
+    """One key has the weight 2^-125.7, and a value so large that the output depends on this weight."""
     problem = problem_of("b1 h1 q20 k20 d8 uniform")
     problem.query[..., 0], problem.key[..., 0] = 1.0, -1000.0
     problem.key[0, 0, 0, 0], problem.key[0, 0, 1, 0] = 0.0, -125.7 * math.log(2.0) / problem.scale
@@ -206,7 +239,7 @@ def test_an_exponential_that_underflows_early_may_lose_as_much() -> None:
 
 
 def test_a_masked_key_has_no_part_in_the_bound() -> None:
-    problem = problem_of("b1 h1 q40 k60 d16 causal")  # the last 20 keys are never seen
+    problem = problem_of("b1 h1 q40 k60 d16 causal")  # no query sees the last 20 keys
     loud = replace(problem, key=problem.key.clone(), value=problem.value.clone())
     loud.key[:, :, 40:], loud.value[:, :, 40:] = 1e4, -1e4
     quiet_bound, loud_bound = bounds.bounds(problem, Claim(Arithmetic())), bounds.bounds(loud, Claim(Arithmetic()))
@@ -215,13 +248,16 @@ def test_a_masked_key_has_no_part_in_the_bound() -> None:
 
 
 def test_sums_of_equal_terms_have_no_probabilistic_bound() -> None:
-    """Each addition of one number makes the same error, up to the next power of two: the errors of many do not cancel."""
+    """Sums of equal terms have errors that do not cancel.
+
+    Each addition of the same number makes the same error until the sum reaches the next power of two.
+    """
     equal, usual = (problem_of(f"b1 h1 q4192 k3 d8 scale0 {word}") for word in ("do.pooled", ""))
     claim = Arithmetic()
     assert not bounds.has_statistical_gate(equal, claim)
     assert bounds.has_statistical_gate(usual, claim)
-    term = (equal.dout[0, 0, 0] / 3.0).float().numpy()  # what each query adds to dV of each key
-    total = np.cumsum(np.tile(term, (4192, 1)), axis=0, dtype=np.float32)[-1]  # one after the other
+    term = (equal.dout[0, 0, 0] / 3.0).float().numpy()  # the term that each query adds to dV of each key
+    total = np.cumsum(np.tile(term, (4192, 1)), axis=0, dtype=np.float32)[-1]  # added one after the other
     error = (torch.from_numpy(total).double() - naive.attention(equal).dv[0, 0, 0]).abs()
     probabilistic = bounds.bounds(equal, Claim(claim, "statistical")).dv[0, 0, 0]
     assert (error > probabilistic).any()

@@ -1,4 +1,7 @@
-"""The meaning of each mask against matrices written by hand, and dropout against Random123's published vectors and a second Philox."""
+"""Tests each mask against matrices that are written by hand.
+
+Dropout is tested against the published vectors of Random123 and a second implementation of Philox.
+"""
 
 import math
 
@@ -10,7 +13,7 @@ from flashproof.oracles.masks import BLOCK, Dropout, Mask, philox_first_word
 
 
 def drawn(mask: Mask, batch: int = 0, head: int = 0) -> list[str]:
-    """A mask as text: a line for each query, # where it sees the key."""
+    """Draws a mask as text: one line for each query, with # where the query sees the key."""
     visible = mask.visible(batch, head, torch.arange(mask.queries))
     return ["".join("#" if seen else "." for seen in row) for row in visible.tolist()]
 
@@ -90,21 +93,32 @@ def test_blocks_and_causal_hide_together(causal: Alignment) -> None:
     blocks = torch.tensor([[True, True], [False, True]])[None, None]
     rows = torch.arange(200)
     both = Mask(200, 250, causal, blocks).visible(0, 0, rows)
-    assert torch.equal(both, Mask(200, 250, causal).visible(0, 0, rows) & Mask(200, 250, None, blocks).visible(0, 0, rows))
+    assert torch.equal(
+        both, Mask(200, 250, causal).visible(0, 0, rows) & Mask(200, 250, None, blocks).visible(0, 0, rows)
+    )
     assert both.any()
     assert not both[128:, :128].any()
 
 
 def test_block_masks_of_batches_and_heads() -> None:
     blocks = torch.tensor([[True, False], [False, True]])[:, :, None, None]  # [batch, heads, 1, 1]
-    assert [[drawn(Mask(1, 1, blocks=blocks), b, h) for h in (0, 1)] for b in (0, 1)] == [[["#"], ["."]], [["."], ["#"]]]
-    assert [[drawn(Mask(1, 1, blocks=blocks[:1]), b, h) for h in (0, 1)] for b in (0, 1)] == [[["#"], ["."]], [["#"], ["."]]]
-    assert [[drawn(Mask(1, 1, blocks=blocks[:, :1]), b, h) for h in (0, 1)] for b in (0, 1)] == [[["#"], ["#"]], [["."], ["."]]]
+    assert [[drawn(Mask(1, 1, blocks=blocks), b, h) for h in (0, 1)] for b in (0, 1)] == [
+        [["#"], ["."]],
+        [["."], ["#"]],
+    ]
+    assert [[drawn(Mask(1, 1, blocks=blocks[:1]), b, h) for h in (0, 1)] for b in (0, 1)] == [
+        [["#"], ["."]],
+        [["#"], ["."]],
+    ]
+    assert [[drawn(Mask(1, 1, blocks=blocks[:, :1]), b, h) for h in (0, 1)] for b in (0, 1)] == [
+        [["#"], ["#"]],
+        [["."], ["."]],
+    ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------------- dropout
+# -------------------------------------------------------------------------------------------------------------- dropout
 
-# Random123 (D. E. Shaw Research), tests/kat_vectors, "philox4x32 10": counter, key, result.
+# Each line holds counter, key and result, from Random123 (D. E. Shaw Research), tests/kat_vectors, "philox4x32 10".
 KNOWN_ANSWERS = [
     "00000000 00000000 00000000 00000000  00000000 00000000  6627e8d5 e169c58d bc57ac4c 9b00dbd8",
     "ffffffff ffffffff ffffffff ffffffff  ffffffff ffffffff  408f276d 41c83b0e a20bc7c6 6d5451fd",
@@ -113,7 +127,10 @@ KNOWN_ANSWERS = [
 
 
 def philox(counter: list[int], key: list[int]) -> list[int]:
-    """Philox 4x32-10 in Python's integers, after section 3.3 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011."""
+    """Computes Philox 4x32-10 with the integers of Python.
+
+    Source: section 3.3 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    """
     a, b, c, d = counter
     for step in range(10):
         left, right = a * 0xD2511F53, c * 0xCD9E8D57
@@ -128,15 +145,24 @@ def test_philox_gives_the_published_answers(line: str) -> None:
     counter, key, result = words[:4], words[4:6], words[6:]
     assert philox(counter, key) == result
     tensors = [torch.tensor([word]) for word in counter]
-    assert philox_first_word((tensors[0], tensors[1], tensors[2], tensors[3]), key[0] + (key[1] << 32)).tolist() == result[:1]
+    assert (
+        philox_first_word((tensors[0], tensors[1], tensors[2], tensors[3]), key[0] + (key[1] << 32)).tolist()
+        == result[:1]
+    )
 
 
 SEED = 0x0123456789ABCDEF
 
 
 def words_of(batch: int, head: int, queries: int, keys: int) -> list[list[int]]:
-    """First Philox words by DESIGN's definition: counter (key position, query position, head, batch), key the seed with its low word first."""
-    return [[philox([key, query, head, batch], [SEED % 2**32, SEED >> 32])[0] for key in range(keys)] for query in range(queries)]
+    """Computes the first Philox word of each score, by the project's definition of dropout.
+
+    The counter is (key position, query position, head, batch). The key is the seed, with its low word first.
+    """
+    return [
+        [philox([key, query, head, batch], [SEED % 2**32, SEED >> 32])[0] for key in range(keys)]
+        for query in range(queries)
+    ]
 
 
 def test_dropout_draws_from_the_counter_of_key_query_head_and_batch() -> None:
@@ -170,7 +196,10 @@ def test_without_dropout_everything_is_kept() -> None:
 
 
 def test_positions_beyond_32_bits_of_product_do_not_wrap_early() -> None:
-    """A counter near 2^32 makes products near 2^64, which int64 holds modulo 2^64."""
+    """A counter near 2^32 leads to products near 2^64. An int64 holds them modulo 2^64."""
     counter = [2**32 - 1, 2**31, 2**32 - 2, 2**31 + 1]
     tensors = [torch.tensor([word]) for word in counter]
-    assert philox_first_word((tensors[0], tensors[1], tensors[2], tensors[3]), SEED).tolist() == philox(counter, [SEED % 2**32, SEED >> 32])[:1]
+    assert (
+        philox_first_word((tensors[0], tensors[1], tensors[2], tensors[3]), SEED).tolist()
+        == philox(counter, [SEED % 2**32, SEED >> 32])[:1]
+    )

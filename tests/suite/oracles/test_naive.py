@@ -1,4 +1,4 @@
-"""The float64 oracle, held against balls within the bound that it claims for itself."""
+"""Tests the float64 oracle against balls: its error must be within its own bound."""
 
 from dataclasses import replace
 
@@ -30,13 +30,18 @@ LARGER = [
     "b1 h1 q100 k100 d1 x1e9",
     "b1 h1 q50 k50 d16 x1e-9",
 ]
-"""Every feature again, at lengths where rounding errors add up."""
+"""Cases with every feature again, at lengths where rounding errors accumulate."""
 
 
 def inside(answer: naive.Attention, problem: Problem) -> dict[str, bool]:
-    """Whether each tensor is within float64's bound of the exact result."""
+    """Whether each tensor differs from the exact result by at most the bound of float64."""
     enclosure, bound = ball.attention(problem), bounds.bounds(problem, bounds.FLOAT64)
-    rhos = {name: verdict.rho(getattr(answer, name), getattr(enclosure, name).mid, getattr(bound, name), getattr(enclosure, name).radius) for name in TENSORS}
+    rhos = {
+        name: verdict.rho(
+            getattr(answer, name), getattr(enclosure, name).mid, getattr(bound, name), getattr(enclosure, name).radius
+        )
+        for name in TENSORS
+    }
     return {name: rho.value <= 1.0 for name, rho in rhos.items()}
 
 
@@ -49,8 +54,11 @@ def test_float64_is_within_its_own_bound(line: str) -> None:
 @pytest.mark.parametrize("line", LARGER)
 def test_a_scale_off_by_a_few_thousand_roundoffs_is_outside(line: str) -> None:
     problem = problem_of(line)
-    wrong = naive.attention(replace(problem, scale=problem.scale * (1.0 + 4096 * bounds.output_roundoff(torch.float64))))
-    assert not all(inside(wrong, problem).values()) or "uniform" in line or "x1e-9" in line  # there the scale hardly matters
+    wrong = naive.attention(
+        replace(problem, scale=problem.scale * (1.0 + 4096 * bounds.output_roundoff(torch.float64)))
+    )
+    # In cases of these two kinds, the scale hardly matters.
+    assert not all(inside(wrong, problem).values()) or "uniform" in line or "x1e-9" in line
 
 
 @pytest.mark.parametrize("line", LARGER)
@@ -70,7 +78,8 @@ def test_blocks_of_rows_agree_with_the_whole(line: str, block_scores: int) -> No
     bound = bounds.bounds(problem, bounds.FLOAT64)
     for name in TENSORS:
         one, other, allowed = getattr(whole, name), getattr(blocked, name), getattr(bound, name)
-        assert torch.where(one == other, 0.0, (one - other).abs()).le(2.0 * allowed).all(), name  # each is within the bound of the exact result
+        # Each of the two is within the bound of the exact result.
+        assert torch.where(one == other, 0.0, (one - other).abs()).le(2.0 * allowed).all(), name
 
 
 def test_the_answer_beside_a_bound_is_the_answer() -> None:
@@ -87,8 +96,21 @@ def test_sampled_rows_and_columns_of_a_long_sequence(line: str) -> None:
     enclosed = ball.rows(problem, 0, head, positions)
     for name in ("out", "lse", "dq"):
         sure = getattr(enclosed, name)
-        assert verdict.rho(getattr(answer, name)[0, head, positions], sure.mid, getattr(bound, name)[0, head, positions], sure.radius).value <= 1.0, name
+        assert (
+            verdict.rho(
+                getattr(answer, name)[0, head, positions],
+                sure.mid,
+                getattr(bound, name)[0, head, positions],
+                sure.radius,
+            ).value
+            <= 1.0
+        ), name
     columns = ball.columns(problem, 0, 0, positions, Ball(answer.out, bound.out), Ball(answer.lse, bound.lse))
     for name in ("dk", "dv"):
         sure = getattr(columns, name)
-        assert verdict.rho(getattr(answer, name)[0, 0, positions], sure.mid, getattr(bound, name)[0, 0, positions], sure.radius).value <= 1.0, name
+        assert (
+            verdict.rho(
+                getattr(answer, name)[0, 0, positions], sure.mid, getattr(bound, name)[0, 0, positions], sure.radius
+            ).value
+            <= 1.0
+        ), name

@@ -1,4 +1,7 @@
-"""The expected spread of errors, held against arithmetic that does what is claimed, and arithmetic that does a little less."""
+"""Tests the expected spread of errors.
+
+One arithmetic does what is claimed and must pass. Another is slightly less accurate and must not pass.
+"""
 
 import math
 from collections.abc import Callable
@@ -27,7 +30,7 @@ FLOAT32 = Arithmetic()
 
 
 def found(problem: Problem, answer: dict[str, Tensor], arithmetic: Arithmetic) -> dict[str, verdict.Rms]:
-    """The root mean square of every tensor that has rows enough."""
+    """Computes the relative root mean square of the errors, for every tensor with enough rows."""
     exact, variances = naive.attention(problem), spread.variances(problem, arithmetic).elements
     every = {name: verdict.rms(answer[name], getattr(exact, name), getattr(variances, name)) for name in TENSORS}
     return {name: rms for name, rms in every.items() if rms is not None}
@@ -37,7 +40,7 @@ def found(problem: Problem, answer: dict[str, Tensor], arithmetic: Arithmetic) -
 def test_float32_is_inside_its_spread(line: str) -> None:
     every = found(problem_of(line), emulated(problem_of(line), Roundings()), FLOAT32)
     assert not any(rms.too_large for rms in every.values())
-    assert max(rms.value for rms in every.values()) > 0.2  # and the spread is no empty promise
+    assert max(rms.value for rms in every.values()) > 0.2  # the expectation is not much too large
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -73,7 +76,7 @@ def test_weights_in_sixteen_bit_are_outside_that_of_float32(line: str, dtype: to
 
 
 def with_exponential(problem: Problem, exponential: Callable[[Tensor], Tensor]) -> Tensor:
-    """The output of a float32 kernel with this exponential."""
+    """Computes the output of a float32 kernel with this exponential."""
     out = torch.empty_like(problem.query)
     for batch, head in naive.heads_of(problem):
         query, key, value, _ = (tensor.float() for tensor in naive.head_tensors(problem, batch, head))
@@ -84,13 +87,16 @@ def with_exponential(problem: Problem, exponential: Callable[[Tensor], Tensor]) 
 
 
 def truncated(tensor: Tensor, bits: int) -> Tensor:
-    """The leading bits of a float32."""
+    """Truncates a float32 to this number of significant bits."""
     mantissa, exponent = torch.frexp(tensor)
     return torch.ldexp(torch.trunc(mantissa * 2.0**bits), exponent - bits)
 
 
 def test_an_exponential_of_fewer_digits_is_outside() -> None:
-    """One of at most two units in the last place passes, truncated or not; one of 2^-20 does not, where hardly anything else rounds."""
+    """An exponential with an error of at most two units in the last place passes, truncated or not.
+
+    One with an error of 2^-20 does not pass, on an input where hardly anything else rounds.
+    """
     problem = problem_of("b1 h2 q500 k2 d8 x0.25")
     exact, variance = naive.attention(problem).out, spread.variances(problem, FLOAT32).elements.out
 
@@ -100,7 +106,7 @@ def test_an_exponential_of_fewer_digits_is_outside() -> None:
         return rms.too_large
 
     assert not is_too_large(torch.exp)
-    assert not is_too_large(lambda x: truncated(torch.exp(x), 23))  # off by 2^-22, two units in the last place
+    assert not is_too_large(lambda x: truncated(torch.exp(x), 23))  # an error of 2^-22: two units in the last place
     assert is_too_large(lambda x: kept(torch.exp(x), 20))
     assert is_too_large(lambda x: truncated(torch.exp(x), 21))
     assert is_too_large(lambda x: truncated(torch.exp(x), 16))
@@ -116,7 +122,11 @@ def test_a_gradient_summed_in_sixteen_bit_is_outside_unless_it_is_claimed(dtype:
     dscores = rows.slopes().dscores[0].to(dtype).float()
     dq = torch.zeros(40, 32)
     for start in range(0, 1100, tile):
-        dq = (dq + problem.scale * (dscores[:, start : start + tile] @ rows.key[0, start : start + tile].float())).to(dtype).float()
+        dq = (
+            (dq + problem.scale * (dscores[:, start : start + tile] @ rows.key[0, start : start + tile].float()))
+            .to(dtype)
+            .float()
+        )
     summed = {**correct, "dq": dq.to(dtype)[None, None]}
     assert found(problem, summed, Arithmetic())["dq"].too_large
     assert not found(problem, summed, Arithmetic(gradients="input", query_tile=tile))["dq"].too_large
@@ -128,7 +138,9 @@ def test_sums_over_keys_of_a_correct_kernel_are_inside(line: str) -> None:
     answer = emulated(problem, Roundings(weights=torch.bfloat16, result=torch.bfloat16))
     exact, variances = naive.attention(problem), spread.variances(problem, Arithmetic())
     for name, variance in (("dk", variances.dk_sums), ("dv", variances.dv_sums)):
-        rms = verdict.rms(answer[name].double().sum(dim=2).flatten(), getattr(exact, name).sum(dim=2).flatten(), variance.flatten())
+        rms = verdict.rms(
+            answer[name].double().sum(dim=2).flatten(), getattr(exact, name).sum(dim=2).flatten(), variance.flatten()
+        )
         assert rms is None or not rms.too_large, name
 
 
@@ -166,7 +178,7 @@ def test_a_row_that_sees_no_key_has_no_spread() -> None:
     assert all(getattr(variances, name).isfinite().all() for name in TENSORS)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------- the verdict
+# ---------------------------------------------------------------------------------------------------------- the verdict
 
 
 def test_errors_as_large_as_expected_have_a_root_mean_square_of_one() -> None:
@@ -202,4 +214,11 @@ def test_nothing_that_is_not_finite_passes() -> None:
 def test_where_it_is_not_judged() -> None:
     exact = torch.zeros(1, 1, verdict.BIAS_FEWEST_BLOCKS - 1, 8, dtype=torch.float64)
     assert verdict.rms(exact, exact, torch.ones_like(exact)) is None
-    assert verdict.rms(torch.zeros(1, 1, 64), torch.zeros(1, 1, 64, dtype=torch.float64), torch.zeros(1, 1, 64, dtype=torch.float64)) is None
+    assert (
+        verdict.rms(
+            torch.zeros(1, 1, 64),
+            torch.zeros(1, 1, 64, dtype=torch.float64),
+            torch.zeros(1, 1, 64, dtype=torch.float64),
+        )
+        is None
+    )

@@ -1,4 +1,4 @@
-"""The verdict on tensors small enough to judge by eye."""
+"""Tests the verdict on tensors that are small enough to check by eye."""
 
 import math
 
@@ -12,21 +12,21 @@ INF, NAN = math.inf, math.nan
 
 
 def just_above(number: float) -> float:
-    """The next float64."""
+    """Returns the next larger float64."""
     return math.nextafter(number, INF)
 
 
 def just_below(number: float) -> float:
-    """The float64 before."""
+    """Returns the next smaller float64."""
     return math.nextafter(number, -INF)
 
 
 def of(*numbers: float) -> Tensor:
-    """A float64 tensor."""
+    """Makes a float64 tensor."""
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-# got, exact, bound, the ratio. Numbers are sums of few powers of two, so that every quotient is exact.
+# (got, exact, bound, ratio). The numbers are sums of few powers of two, so every quotient is exact.
 RATIOS = [
     (1.25, 1.0, 0.25, 1.0),
     (0.75, 1.0, 0.25, 1.0),
@@ -34,7 +34,7 @@ RATIOS = [
     (1.0, -1.0, 0.5, 4.0),
     (0.0, 0.0, 0.0, 0.0),  # 0/0 passes
     (5.0, 5.0, 0.0, 0.0),
-    (5e-324, 0.0, 0.0, INF),  # exactly 0 is due
+    (5e-324, 0.0, 0.0, INF),  # the result must be exactly 0
     (NAN, 1.0, 0.25, INF),
     (NAN, 0.0, 0.0, INF),
     (NAN, 1.0, INF, INF),
@@ -47,7 +47,7 @@ RATIOS = [
     (INF, -INF, 0.0, INF),
     (-1e30, -INF, 0.0, INF),
     (-1e30, -INF, INF, INF),
-    (1e300, 1.0, INF, 0.0),  # nothing is known of it
+    (1e300, 1.0, INF, 0.0),  # an infinite bound excuses any finite number
 ]
 
 
@@ -64,7 +64,7 @@ def test_an_error_just_above_the_bound_fails_and_just_below_passes(exact: float,
     beyond, within = (just_above(at), just_below(at)) if sign > 0 else (just_below(at), just_above(at))
     assert verdict.rho(of(within), of(exact), of(bound)).value <= 1.0
     assert verdict.rho(of(at), of(exact), of(bound)).value <= 1.0
-    if abs(beyond - exact) > bound:  # else the next number is no further away in float64
+    if abs(beyond - exact) > bound:  # otherwise the float64 error of the next number is no larger
         assert verdict.rho(of(beyond), of(exact), of(bound)).value > 1.0
     assert verdict.rho(of(beyond + sign * bound), of(exact), of(bound)).value > 1.0
 
@@ -105,26 +105,34 @@ def test_shapes_must_agree() -> None:
         verdict.rho(torch.zeros(2, 1), torch.zeros(2, 3, dtype=torch.float64), torch.ones(2, 3, dtype=torch.float64))
 
 
-# ---------------------------------------------------------------------------------------------------------------------------- bias
+# ----------------------------------------------------------------------------------------------------------------- bias
 
 SIXTEEN_BIT = [torch.float16, torch.bfloat16]
 
 
 def exact_rows(rows: int = 256, dim: int = 32) -> Tensor:
-    """Numbers of both signs with all their float64 digits."""
+    """Makes numbers of both signs that use all digits of float64."""
     return torch.randn(rows, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def cast(exact: Tensor, dtype: torch.dtype, towards: str) -> Tensor:
-    """Rounds to nearest, toward zero or down."""
+    """Rounds to nearest, toward zero or down ("below")."""
     nearest = exact.to(dtype)
-    too_far = {"nearest": torch.zeros_like(exact, dtype=torch.bool), "zero": nearest.double().abs() > exact.abs(), "below": nearest.double() > exact}[towards]
-    step_back = torch.nextafter(nearest, torch.zeros_like(nearest) if towards == "zero" else torch.full_like(nearest, -INF))
+    too_far = {
+        "nearest": torch.zeros_like(exact, dtype=torch.bool),
+        "zero": nearest.double().abs() > exact.abs(),
+        "below": nearest.double() > exact,
+    }[towards]
+    step_back = torch.nextafter(
+        nearest, torch.zeros_like(nearest) if towards == "zero" else torch.full_like(nearest, -INF)
+    )
     return torch.where(too_far, step_back, nearest)
 
 
-def found(got: Tensor, exact: Tensor, casts: tuple[Tensor, ...] = (), float32_bound: Tensor | None = None) -> verdict.Bias:
-    """The bias of an answer in 16 bit, where float32 explains nothing of it unless said otherwise."""
+def found(
+    got: Tensor, exact: Tensor, casts: tuple[Tensor, ...] = (), float32_bound: Tensor | None = None
+) -> verdict.Bias:
+    """Computes the bias of an answer in 16 bit. Without `float32_bound`, the errors of float32 explain none of it."""
     bias = verdict.bias(got, exact, torch.zeros_like(exact) if float32_bound is None else float32_bound, casts)
     assert bias is not None
     return bias
@@ -151,7 +159,10 @@ def test_errors_as_large_that_cancel_do_not_lean(dtype: torch.dtype) -> None:
     exact = exact_rows()
     coin = torch.rand(exact.shape, generator=torch.Generator().manual_seed(2)) < 0.5
     nearest = exact.to(dtype)
-    up, down = torch.nextafter(nearest, torch.full_like(nearest, INF)), torch.nextafter(nearest, torch.full_like(nearest, -INF))
+    up, down = (
+        torch.nextafter(nearest, torch.full_like(nearest, INF)),
+        torch.nextafter(nearest, torch.full_like(nearest, -INF)),
+    )
     assert not found(torch.where(coin, up, down), exact).leans
     assert found(up, exact).leans
 
@@ -177,7 +188,7 @@ def test_a_lean_that_float32_explains_is_allowed(dtype: torch.dtype) -> None:
 def test_float32_leans_in_units_of_the_bound() -> None:
     exact = exact_rows()
     bound = 2.0**-10 * exact.abs()
-    got = (exact * (1.0 - 2.0**-11)).float()  # half the bound, always inwards
+    got = (exact * (1.0 - 2.0**-11)).float()  # an error of half the bound, always toward zero
     assert verdict.rho(got, exact, bound).value <= 1.0
     lean, small = verdict.bias(got, exact, bound), verdict.bias(got, exact, 64.0 * bound)
     assert lean is not None
@@ -192,14 +203,19 @@ def test_one_wild_row_is_not_a_lean() -> None:
     got[17] *= 300.0
     bias = found(got, exact)
     assert abs(bias.value) > bias.allowance
-    assert not bias.leans  # four standard errors over blocks of rows are more than this
+    assert not bias.leans  # it is within four standard errors over blocks of rows
 
 
 def test_equal_rows_are_one_sample() -> None:
-    """As the keys' gradients are when all weights are equal: sixteen errors, however many rows repeat them."""
+    """Rows can be equal: the gradients of the keys are, if all weights are equal.
+
+    Then there are only sixteen different errors, although many rows repeat them.
+    """
     exact = exact_rows(rows=1, dim=16)
     nearest = exact.half()
-    one_in_four_up = torch.where(torch.arange(16) % 4 == 0, torch.nextafter(nearest, torch.full_like(nearest, INF)), nearest)
+    one_in_four_up = torch.where(
+        torch.arange(16) % 4 == 0, torch.nextafter(nearest, torch.full_like(nearest, INF)), nearest
+    )
     bias = found(one_in_four_up.expand(64, 16), exact.expand(64, 16))
     assert abs(bias.value) > bias.allowance
     assert not bias.leans
@@ -213,7 +229,8 @@ def test_where_bias_is_not_judged() -> None:
     assert verdict.bias(few.half(), few, torch.ones_like(few)) is None
     enough = exact[: verdict.BIAS_FEWEST_BLOCKS]
     assert verdict.bias(enough.half(), enough, 2.0**-12 * enough.abs()) is not None
-    assert verdict.bias(enough.half(), enough, 2.0**-10 * enough.abs()) is None  # float32 may be off by more than the output's rounding
+    # The errors of float32 alone may exceed the rounding of the output.
+    assert verdict.bias(enough.half(), enough, 2.0**-10 * enough.abs()) is None
     broken = exact.half()
     broken[3, 3] = NAN
     assert verdict.bias(broken, exact, torch.ones_like(exact)) is None
@@ -221,13 +238,15 @@ def test_where_bias_is_not_judged() -> None:
     assert verdict.bias(nothing.half(), nothing, torch.ones_like(exact)) is None
 
 
-# ---------------------------------------------------------------------------------------------------------------------------- exact
+# ---------------------------------------------------------------------------------------------------------------- exact
 
-MISSES = [  # exact, bound before the rounding, in bfloat16 whose numbers around 1 are 2^-8 apart below and 2^-7 above
+# (exact result, bound before the last rounding, whether the rounding must hit the exact result), in bfloat16. The
+# numbers of bfloat16 are 2^-8 apart just below 1, and 2^-7 apart just above 1.
+MISSES = [
     (1.0, 2.0**-10, True),
     (1.0, 2.0**-9, False),  # halfway to the number below
     (1.5, 2.0**-10, True),
-    (1.0 + 2.0**-9, 2.0**-20, False),  # no number of the dtype
+    (1.0 + 2.0**-9, 2.0**-20, False),  # not a number of the dtype
     (0.0, 2.0**-20, False),
     (0.0, 0.0, True),
 ]
@@ -251,7 +270,7 @@ def test_whatever_is_that_near_is_rounded_to_it(dtype: torch.dtype) -> None:
         assert torch.equal((exact + sign * before).to(dtype).double(), exact)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------- ulps
+# ----------------------------------------------------------------------------------------------------------------- ulps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -277,7 +296,7 @@ def test_around_zero_a_unit_is_the_smallest_step() -> None:
 
 
 def test_results_that_repeat_are_one_sample_of_a_bias() -> None:
-    """All are rounded to the same side; of numbers that differ, half are."""
+    """Equal results are all rounded in the same direction. Of different results, only half are."""
     step = 2.0**-10
     repeated = torch.full((64, 64), 1.0 + 0.4 * step, dtype=torch.float64)
     rounded_up = torch.full((64, 64), 1.0 + step, dtype=torch.float16)
@@ -289,7 +308,7 @@ def test_results_that_repeat_are_one_sample_of_a_bias() -> None:
 
 
 def test_equal_results_that_the_dtype_holds_have_a_bias() -> None:
-    """As where every value is 1: the output is 1, and a kernel that loses mass has less in every row."""
+    """If every value is 1, the output is 1. A kernel whose weights sum to less returns less."""
     ones = torch.ones(64, 64, dtype=torch.float64)
     found = verdict.bias(torch.full((64, 64), 1.0 - 2.0**-11, dtype=torch.float16), ones, torch.full_like(ones, 1e-9))
     assert found
@@ -298,7 +317,12 @@ def test_equal_results_that_the_dtype_holds_have_a_bias() -> None:
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_an_overflow_is_right_where_the_exact_result_overflows(sign: float) -> None:
-    """float16 ends at 65504, and rounds from 65520 on to infinity."""
+    """The largest finite float16 is 65504. From 65520 on, float16 rounds to infinity."""
     infinite = torch.tensor([sign * math.inf], dtype=torch.float16)
     for exact, rho in ((65600.0, 0.0), (65500.0, 0.0), (60000.0, math.inf), (-70000.0, math.inf)):
-        assert verdict.rho(infinite, torch.tensor([sign * exact], dtype=torch.float64), torch.tensor([30.0], dtype=torch.float64)).value == rho
+        assert (
+            verdict.rho(
+                infinite, torch.tensor([sign * exact], dtype=torch.float64), torch.tensor([30.0], dtype=torch.float64)
+            ).value
+            == rho
+        )

@@ -1,4 +1,4 @@
-"""Covering arrays hold every pair of levels that can stand together, in few rows."""
+"""Tests that covering arrays contain every possible pair of levels in few rows."""
 
 from collections.abc import Sequence
 from itertools import combinations, product
@@ -9,7 +9,7 @@ from flashproof.covering import Covering, Partial, Row
 
 
 def pairs(rows: Sequence[Row]) -> set[tuple[int, int, int, int]]:
-    """Each two factors of the rows, with their levels."""
+    """Returns the pairs of levels in the rows: the numbers of two factors, then of their levels."""
     return {(i, j, row[i], row[j]) for row in rows for i, j in combinations(range(len(row)), 2)}
 
 
@@ -23,10 +23,16 @@ def all_rows(covering: Covering, *, until_pairs: bool = True) -> list[Row]:
     return rows
 
 
-@pytest.mark.parametrize(("sizes", "most"), [((2, 2, 2), 6), ((3, 3, 3, 3), 14), ((5, 4, 3, 2), 22), ((7, 2, 2, 2, 2, 2, 6), 44)])
+@pytest.mark.parametrize(
+    ("sizes", "most"), [((2, 2, 2), 6), ((3, 3, 3, 3), 14), ((5, 4, 3, 2), 22), ((7, 2, 2, 2, 2, 2, 6), 44)]
+)
 def test_every_pair_stands_in_few_rows(sizes: tuple[int, ...], most: int) -> None:
     rows = all_rows(Covering(sizes, lambda row: True))
-    every = {(i, j, a, b) for i, j in combinations(range(len(sizes)), 2) for a, b in product(range(sizes[i]), range(sizes[j]))}
+    every = {
+        (i, j, a, b)
+        for i, j in combinations(range(len(sizes)), 2)
+        for a, b in product(range(sizes[i]), range(sizes[j]))
+    }
     assert pairs(rows) == every
     assert len(rows) <= most
 
@@ -48,11 +54,13 @@ def test_what_may_not_stand_together_does_not() -> None:
     covering = Covering((2, 3, 2, 2), allowed)
     rows = all_rows(covering, until_pairs=False)
     assert all(map(allowed, rows))
-    assert pairs(rows) == {pair for pair in pairs(list(product(range(2), range(3), range(2), range(2)))) if pair != (0, 1, 1, 2)}
+    assert pairs(rows) == {
+        pair for pair in pairs(list(product(range(2), range(3), range(2), range(2)))) if pair != (0, 1, 1, 2)
+    }
 
 
 def test_a_pair_that_no_row_can_hold_is_found_out() -> None:
-    """Factors 0 and 1 may both be 1 as far as they know; then neither level of factor 2 is allowed."""
+    """The pair of level 1 for factors 0 and 1 is allowed by itself. But then no level of factor 2 is allowed."""
 
     def allowed(row: Partial) -> bool:
         return not (row[0] == 1 and row[2] == 0) and not (row[1] == 1 and row[2] == 1)

@@ -1,4 +1,4 @@
-"""The space of cases: what is drawn has the levels that were asked for, and the array holds every pair of them."""
+"""Tests the space of cases: a case has the levels that it was made for, and the array contains every pair of levels."""
 
 from itertools import combinations
 from pathlib import Path
@@ -20,7 +20,7 @@ POINTS = [case for case, _ in zip(points("test"), range(60), strict=False)]
 
 @pytest.mark.parametrize("supports", [SUPPORTS, MODEST], ids=["full", "modest"])
 def test_the_array_holds_every_pair(supports: Supports) -> None:
-    """Counted on the lines of the cases, and not by what made them."""
+    """The pairs are counted in the printed lines of the cases, not in the code that made the cases."""
     space = Space(supports)
     shown = [levels(Case.parse(str(case))) for case in space.array]
     found = {pair for row in shown for pair in combinations(row.items(), 2)}
@@ -38,7 +38,7 @@ def test_a_point_is_its_line(case: Case) -> None:
 
 
 def test_each_level_is_read_off_the_case_that_has_it() -> None:
-    # The lengths and the batch of a case follow from other factors too; a pooled gradient needs several queries.
+    # The lengths and the batch of a case depend on other factors, too. A pooled gradient needs several queries.
     others = ("queries", "queries' rest", "keys", "keys' rest", "batch", "layout of do")
     for factor in FACTORS:
         for level in factor.levels:
@@ -51,12 +51,12 @@ def test_each_level_is_read_off_the_case_that_has_it() -> None:
 
 @pytest.mark.parametrize("case", POINTS[:30], ids=str)
 def test_tensors_hold_the_same_numbers_in_any_memory(case: Case) -> None:
-    """Layout, address and sharing do not change numbers, but where entries are one."""
+    """Layout, address and sharing change no numbers, except where several entries are one in memory."""
     given = inputs(case)
     for name, layout in zip(("query", "key", "value", "dout"), case.layouts, strict=True):
         tensor = getattr(given, name)
         assert torch.equal(tensor.isnan(), torch.zeros_like(tensor, dtype=torch.bool))
-        assert bool(memory(tensor).view(tensor.dtype).isnan().any())  # around it
+        assert bool(memory(tensor).view(tensor.dtype).isnan().any())  # the memory around it
         if layout == "sliced":
             assert tensor.stride(3) == 2
         if layout in ("expanded", "pooled", "summed"):
@@ -82,5 +82,5 @@ def test_an_array_is_left_for_other_processes(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(space, "_shared", tmp_path)
     first, second = (Space(Supports(), room=room) for _ in range(2))
     assert (first.array, first.left_out) == (found.array, found.left_out)
-    monkeypatch.setattr(Space, "_nothing_covered", None)  # the second one finds all that it needs
+    monkeypatch.setattr(Space, "_nothing_covered", None)  # the second one finds the array on disk and does not make it
     assert (second.array, second.coverage, second.left_out) == (found.array, found.coverage, found.left_out)

@@ -1,4 +1,4 @@
-"""Each way of calling is what its name says, as the kernel sees it; and its answers are those of a right kernel."""
+"""Tests each way of calling: the kernel sees what the name says, and a correct kernel passes."""
 
 from typing import get_args
 
@@ -11,7 +11,8 @@ from flashproof.cases import Call, Case
 from flashproof.impls.spec import Implementation
 from flashproof.tests.suite.mutants.combinations import Mutant, Spy, kernel
 
-SHOWS: dict[Call, tuple[str, str]] = {  # what some call of the way shows
+# For each way of calling, a property and its level that at least one of its calls shows to the kernel.
+SHOWS: dict[Call, tuple[str, str]] = {
     "plain": ("wanted", "dq dk dv"),
     "forward": ("wanted", ""),
     "no_grad": ("gradients", "False"),
@@ -45,10 +46,13 @@ def test_a_way_of_calling(call: Call) -> None:
     assert {"out", "lse", *ways.wanted(case)} == set(found[-1].answer.tensors) or call == "threads"
 
 
-# A backward of zeros has no fault to show. What a checkpoint computes again is what autograd had saved.
-@pytest.mark.parametrize("call", [call for call, shown in SHOWS.items() if shown != SHOWS["plain"] and call not in ("accumulated", "checkpointed")])
+# Two ways cannot show a fault: a backward of zeros has none, and autograd had saved what a checkpoint computes again.
+@pytest.mark.parametrize(
+    "call",
+    [call for call, shown in SHOWS.items() if shown != SHOWS["plain"] and call not in ("accumulated", "checkpointed")],
+)
 def test_a_fault_of_one_way_shows_there_alone(call: Call) -> None:
-    """A kernel that is wrong where a call shows what this way does."""
+    """The kernel is wrong where a call shows the property of this way."""
     gradients = call in ("twice", "two-forwards")
     mutant = Mutant("pair", (SHOWS[call],), None, "dv" if gradients else "out", "factor")
     for way, wrong in ((call, True), ("plain", False)):
@@ -70,7 +74,10 @@ def test_only_what_is_wanted_is_answered() -> None:
 
 
 def test_a_call_that_raises_in_a_checkpoint_leaves_no_hooks_behind() -> None:
-    """The checkpoint of PyTorch 2.11 does while someone holds the exception: each backward runs the call again."""
+    """The checkpoint of PyTorch 2.11 leaves hooks behind while the exception is kept.
+
+    With these hooks, each backward would run the call again.
+    """
 
     def raises(*tensors: torch.Tensor, **keywords: object) -> torch.Tensor:
         raise NotImplementedError("no such case")
