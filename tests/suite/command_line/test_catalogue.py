@@ -1,4 +1,4 @@
-"""The catalogue: what it lists exists, and what exists is listed."""
+"""The catalogue: every entry loads, and every implementation of the project has an entry."""
 
 import subprocess
 import sys
@@ -10,11 +10,15 @@ from flashproof.impls import catalogue
 from flashproof.impls.spec import Implementation
 
 ROOT = Path(__file__).resolve().parents[3]
-OWN = ("tiled", "triton", "cuda")  # folders in which a file is an implementation, or something that implementations share
+# The files of these folders are implementations, or code that implementations share.
+OWN = ("tiled", "triton", "cuda")
 
 
 def loaded(name: str) -> Implementation:
-    """The implementation, or a skip where its backend is not installed; a file of this project is never "not installed"."""
+    """Loads an implementation. Skips the test if its backend is not installed.
+
+    A missing module of flashproof itself is an error.
+    """
     try:
         return catalogue.load(name)
     except ImportError as error:
@@ -25,7 +29,10 @@ def loaded(name: str) -> Implementation:
 
 @pytest.mark.parametrize("name", catalogue.CATALOGUE)
 def test_entry_loads(name: str) -> None:
-    """Each line of the catalogue leads to an implementation of that name, with a sentence about it and an arithmetic for all that it supports."""
+    """Each line of the catalogue loads an implementation of that name.
+
+    The implementation has a summary, and an arithmetic for each dtype and device that it supports.
+    """
     implementation = loaded(name)
     assert implementation.name == name
     assert implementation.summary.endswith(".")
@@ -40,16 +47,20 @@ def test_entry_loads(name: str) -> None:
 
 @pytest.mark.parametrize("folder", OWN)
 def test_folders_are_listed(folder: str) -> None:
-    """Every file of the project that defines an implementation has its line."""
+    """Every file of the project that defines an implementation has a line in the catalogue."""
     targets = set(catalogue.CATALOGUE.values())
-    defining = [path for path in sorted((ROOT / "impls" / folder).glob("*.py")) if "\nimplementation = Implementation(" in path.read_text()]
+    defining = [
+        path
+        for path in sorted((ROOT / "impls" / folder).glob("*.py"))
+        if "\nimplementation = Implementation(" in path.read_text()
+    ]
     assert defining
     for path in defining:
         assert f"flashproof.impls.{folder}.{path.stem}:implementation" in targets
 
 
 def test_globs() -> None:
-    """Globs name entries in the catalogue's order, each once."""
+    """Globs select entries in the order of the catalogue, each entry once."""
     assert catalogue.names(["tiled.*"]) == ["tiled.fa1", "tiled.fa2", "tiled.block_sparse"]
     assert catalogue.names(["tiled.fa2", "t*.fa2"]) == ["tiled.fa2", "triton.fa2"]
     assert catalogue.names(["*"]) == list(catalogue.CATALOGUE)
@@ -57,22 +68,25 @@ def test_globs() -> None:
 
 
 def test_a_glob_without_match() -> None:
-    """It is an error that says which, and what is close."""
+    """A glob that matches nothing is an error. The error names the glob and similar entries."""
     with pytest.raises(ValueError, match=r"tiled\.fa3: .*close: .*tiled\.fa2"):
         catalogue.names(["triton.*", "tiled.fa3"])
 
 
 def test_names_import_nothing() -> None:
     """Listing names imports neither PyTorch nor Triton."""
-    code = "import sys; from flashproof.impls import catalogue; catalogue.names(['*']); print(sorted({'torch', 'triton', 'jax', 'cuda'} & set(sys.modules)))"
+    code = (
+        "import sys; from flashproof.impls import catalogue; catalogue.names(['*']); "
+        "print(sorted({'torch', 'triton', 'jax', 'cuda'} & set(sys.modules)))"
+    )
     assert _python(code).stdout.strip() == "[]"
 
 
-ABSENT = 'import sys; sys.modules["triton"] = None\n'  # what the import system makes of a module that is not there
+ABSENT = 'import sys; sys.modules["triton"] = None\n'  # an import of this module then raises ModuleNotFoundError
 
 
 def test_loading_without_triton() -> None:
-    """Where Triton is missing, its kernels say so and the others load."""
+    """Without Triton, its kernels raise ImportError and the other kernels load."""
     code = """
 from flashproof.impls import catalogue
 try:
@@ -85,8 +99,11 @@ print(catalogue.load("tiled.fa2").name)
 
 
 def test_collecting_without_triton() -> None:
-    """Where Triton is missing, checks are collected all the same, for the others too."""
-    code = 'import pytest; raise SystemExit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/accuracy"]))'
+    """Without Triton, pytest still collects the checks of the other kernels."""
+    code = (
+        "import pytest; raise SystemExit(pytest.main("
+        '["--collect-only", "-q", "-p", "no:cacheprovider", "tests/accuracy"]))'
+    )
     assert "[tiled.fa2-float32-cpu]" in _python(ABSENT + code).stdout
 
 

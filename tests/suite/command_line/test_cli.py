@@ -1,4 +1,4 @@
-"""The command `flashproof`: the verdicts of `pytest --impl`, its exit status, and a start without PyTorch."""
+"""The command `flashproof`: it has the verdicts and the exit status of `pytest --impl`, and starts without PyTorch."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def right(query, key, value, is_causal=False):
 def wrong(query, key, value, is_causal=False):
     return right(query * 1.01, key, value, is_causal)
 """
-# What a project may hold, and what must play no part.
+# Files that a project may contain. Those that break the project's own pytest must have no effect on the command.
 HOSTILE = {
     "pytest.ini": "[pytest]\naddopts = --no-such-option\n",
     "conftest.py": "raise RuntimeError('the conftest of the project')\n",
@@ -43,7 +43,7 @@ HOSTILE = {
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project of another one, in whose pytest nothing works."""
+    """A project of another author, in which pytest itself does not work."""
     for name, text in HOSTILE.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -52,7 +52,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *words: str, module: str = "flashproof") -> tuple[int, str]:
-    """The exit status and the output of the command in a folder."""
+    """Runs the command in a folder. Returns its exit status and its output."""
     names = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     hostile = {"PYTEST_ADDOPTS": "--no-such-option"} if module == "flashproof" else {}
     ended = subprocess.run(
@@ -67,12 +67,19 @@ def run(folder: Path, *words: str, module: str = "flashproof") -> tuple[int, str
 
 
 def judgements(records: list[Record]) -> list[tuple[str, ...]]:
-    """What a run found, without its name and its times."""
-    return sorted((one.check, one.case, one.tensor or "", one.status, str(one.rho), str(one.bias)) for one in records if isinstance(one, Judgement))
+    """Returns what a run found, without the name of the run and without times."""
+    return sorted(
+        (one.check, one.case, one.tensor or "", one.status, str(one.rho), str(one.bias))
+        for one in records
+        if isinstance(one, Judgement)
+    )
 
 
 def test_the_verdicts_are_those_of_pytest(project: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Whatever the project says to its own pytest. Places come from [tool.flashproof]; a damaged run is left out."""
+    """The command gives the same verdicts as pytest, whatever the project configures for its own pytest.
+
+    The places of report and records come from [tool.flashproof]. The report leaves out a damaged record file.
+    """
     (project / "pyproject.toml").write_text('[tool.flashproof]\nreport = "site"\nrecords = "found"\n')
     (project / "found").mkdir()
     (project / "found" / "20200101-000000-aaaaaa.jsonl").write_text("nonsense\n\n")
@@ -98,7 +105,10 @@ def test_the_verdicts_are_those_of_pytest(project: Path, tmp_path_factory: pytes
 
 
 def test_a_quick_run_rejects_a_wrong_kernel_and_says_what_it_is(project: Path) -> None:
-    """Its exit status is 1, it writes no report, and its records are not those of a whole run."""
+    """The exit status of a quick run on a wrong kernel is 1.
+
+    The run writes no report, and its records say that it was not a whole run.
+    """
     status, said = run(project, "mine.py:wrong", "--quick", "--dtype", "fp32")
     assert status == 1, said
     assert "again: pytest --impl mine.py:wrong --case" in said
@@ -110,7 +120,7 @@ def test_a_quick_run_rejects_a_wrong_kernel_and_says_what_it_is(project: Path) -
 
 
 def test_a_case_shows_its_verdict_where_it_passes(project: Path) -> None:
-    """Each tensor with its rho, its bias and its worst element."""
+    """The output shows each tensor with its rho, its bias and its worst element."""
     status, said = run(project, "case", SMALL, "mine.py:right")
     assert status == 0, said
     line = next(line for line in said.splitlines() if "accuracy/forward" in line)
@@ -130,7 +140,7 @@ def test_a_case_shows_its_verdict_where_it_passes(project: Path) -> None:
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
 def test_an_error_on_the_command_line(project: Path, words: list[str], says: str) -> None:
-    """The status is that of pytest, and one line says what is wrong."""
+    """The exit status is that of pytest, and one line says what is wrong."""
     status, said = run(project, *words)
     assert status == 4, said
     assert says in said
@@ -153,21 +163,23 @@ def test_an_error_on_the_command_line(project: Path, words: list[str], says: str
     ],
 )
 def test_nothing_is_imported_that_takes_long(tmp_path: Path, words: list[str], error: str) -> None:
-    """Help, the list, the report, and errors on the command line do without PyTorch and without pytest."""
+    """Help, the list, the report and errors on the command line import neither PyTorch nor pytest."""
     program = (
         "import sys; from flashproof.cli import app\n"
         "try: app(sys.argv[1:])\n"
         "except SystemExit as end: print('status', end.code)\n"
         "print({'torch', 'triton', 'pytest', 'hypothesis'} & set(sys.modules))"
     )
-    ended = subprocess.run([sys.executable, "-c", program, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert ended.stdout.endswith("\nset()\n"), ended.stdout + ended.stderr
     assert ended.stderr == error
     assert f"status {4 if error else 0}" in ended.stdout
 
 
 def test_a_report_takes_folders(tmp_path: Path) -> None:
-    """All record files below a folder, packed or not, and what is named as a file."""
+    """The report reads all record files below a folder, compressed or not, and each file that is named."""
     names = ["a.jsonl", "of/b.jsonl.gz", "of/index.html"]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -177,7 +189,7 @@ def test_a_report_takes_folders(tmp_path: Path) -> None:
 
 
 def test_the_list_says_what_the_kernels_say() -> None:
-    """Where each kernel of the catalogue runs, and its sentence, without importing it."""
+    """The list says where each kernel of the catalogue runs, with its summary, and does not import the kernel."""
     devices: tuple[Device, ...] = ("cpu", "cuda")
     for name in CATALOGUE:
         try:
@@ -193,7 +205,7 @@ def test_the_list_says_what_the_kernels_say() -> None:
 
 
 def test_a_quick_run_takes_the_first_cases_of_checks() -> None:
-    """Every check that it names exists, and has cases among the first rows of the array."""
+    """Every check that a quick run names exists, and has cases among the first rows of the covering array."""
     kernel = loading.load("tiled.fa2")
     space = space_of(kernel, effort="quick")
     assert len(space.array) < 100

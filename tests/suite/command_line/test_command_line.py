@@ -1,4 +1,7 @@
-"""The exit status, 0 only if every selected implementation was verified; what is wrong with an option, in words; and a check that is itself at fault."""
+"""The exit status, errors about options, and a check that raises an exception itself.
+
+The exit status is 0 only if every selected implementation was verified.
+"""
 
 import argparse
 import os
@@ -73,12 +76,20 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(kernels: Path, options: list[str]) -> tuple[int, str]:
-    """The exit status and the output of a verification; names of kernels stand for those of the file."""
-    given = [f"{kernels}:{word}" if word.isidentifier() and options[i - 1] == "--impl" else word for i, word in enumerate(options)]
+    """Runs a verification. Returns its exit status and its output.
+
+    After `--impl`, a plain identifier names a kernel of the file `kernels`.
+    """
+    given = [
+        f"{kernels}:{word}" if word.isidentifier() and options[i - 1] == "--impl" else word
+        for i, word in enumerate(options)
+    ]
     records = kernels.parent / "records.jsonl"
     quick = ["tests/accuracy", "tests/gradients", "-q", "-n0", "-p", "no:cacheprovider", "--assert=plain"]
     command = [sys.executable, "-m", "pytest", *given, *quick, f"--records={records}", "-k", "not search and not over"]
-    ended = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+    )
     return ended.returncode, ended.stdout + ended.stderr
 
 
@@ -87,17 +98,34 @@ def run(kernels: Path, options: list[str]) -> tuple[int, str]:
     [
         (["--impl", "right", "--case", SMALL], 0, "passed"),
         (["--impl", "not_a_number", "--case", SMALL], 1, "rho inf"),
-        (["--impl", "value_by_strides_of_key", "--case", "b2 h2 q9 k9 d8 float32 transposed"], 0, "passed"),  # of one layout, it shows nothing
-        (["--impl", "value_by_strides_of_key", "--case", "b2 h2 q9 k9 d8 float32 k.columns v.transposed do.sliced"], 1, "rho inf"),
+        # All tensors have the same layout here, so this case does not show the fault.
+        (["--impl", "value_by_strides_of_key", "--case", "b2 h2 q9 k9 d8 float32 transposed"], 0, "passed"),
+        (
+            ["--impl", "value_by_strides_of_key", "--case", "b2 h2 q9 k9 d8 float32 k.columns v.transposed do.sliced"],
+            1,
+            "rho inf",
+        ),
         (["--impl", "nothing", "--case", SMALL], 1, "not verified"),
         (["--impl", "right", "--impl", "half", "--case", SMALL], 1, "not verified"),
         (["--impl", "half", "--dtype", "float32"], 1, "not verified: .*does not claim float32"),
         (["--impl", "half", "--case", SMALL], 1, "not verified: .*does not claim the case: dtype float32"),
         (["--impl", "right", "--case", SMALL, "--case", "q6 d8 float16"], 0, "4 passed"),
-        (["--impl", "unclear", "--case", SMALL], 4, r"--impl: \S+:unclear: missing\('cpu'\): returned False; return None if"),
+        (
+            ["--impl", "unclear", "--case", SMALL],
+            4,
+            r"--impl: \S+:unclear: missing\('cpu'\): returned False; return None if",
+        ),
         (["--impl", "kernels.py"], 4, r"--impl: kernels.py: there is no file .*kernels.py; give"),
-        (["--impl", "right", "--case", f"{SMALL} causal"], 1, "not verified: .*does not claim the case: causal, top-left"),
-        (["--impl", "right", "--impl", "picky", "--case", SMALL], 1, "refused: .*picky, float32, \\d+ times, first with: ValueError: dim 8 is too small"),
+        (
+            ["--impl", "right", "--case", f"{SMALL} causal"],
+            1,
+            "not verified: .*does not claim the case: causal, top-left",
+        ),
+        (
+            ["--impl", "right", "--impl", "picky", "--case", SMALL],
+            1,
+            "refused: .*picky, float32, \\d+ times, first with: ValueError: dim 8 is too small",
+        ),
         (
             ["--impl", "swallows", "--dtype", "float16"],
             0,
@@ -114,7 +142,7 @@ def run(kernels: Path, options: list[str]) -> tuple[int, str]:
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_exit_status(kernels: Path, options: list[str], status: int, words: str) -> None:
-    """Each way to verify nothing, or less than was asked for, is no success."""
+    """The exit status is 0 only if the run verified all that was asked for."""
     code, said = run(kernels, options)
     assert code == status, said
     assert re.search(words, said), said
@@ -132,33 +160,42 @@ def test_exit_status(kernels: Path, options: list[str], status: int, words: str)
     ],
 )
 def test_a_case_that_cannot_be_built(line: str, words: str) -> None:
-    """The error says what is wrong with the line, before memory is asked for."""
+    """The error says what is wrong with the line, before any memory is allocated."""
     with pytest.raises(ValueError, match=words):
         selection.parse_case(line)
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "nan", "soon"])
 def test_a_time_limit_is_a_time(text: str) -> None:
-    """A limit that no call can keep would convict an innocent kernel."""
+    """A time limit must be a positive number of seconds. With any other limit, a right kernel could fail."""
     assert pytest_plugin._seconds("0.5") == 0.5
     with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is no time"):
         pytest_plugin._seconds(text)
 
 
 def test_records_go_into_a_file(tmp_path: Path) -> None:
-    """Into a new folder, if need be."""
+    """The folder of the record file is created if it does not exist. A folder is not accepted as the record file."""
     assert session._writable(tmp_path / "new" / "run.jsonl").parent.is_dir()
     with pytest.raises(OSError, match="is a directory; name a file"):
         session._writable(tmp_path)
 
 
 def test_a_check_that_an_exception_ends(kernels: Path) -> None:
-    """It is a failed record beside those it made before, so that no report shows the check as passed."""
+    """The exception becomes a failed record after the records that the check made before.
+
+    So no report shows the check as passed.
+    """
     check, records = kernels.parent / "test_broken.py", kernels.parent / "broken.jsonl"
     check.write_text(BROKEN_CHECK)
     asked = ["--impl", f"{kernels}:right", "--dtype", "float32", f"--records={records}"]
     plain = ["-p", "no:cacheprovider", f"--rootdir={ROOT}", f"--config-file={ROOT}/pyproject.toml", "-q", "-n0"]
-    ended = subprocess.run([sys.executable, "-m", "pytest", *plain, *asked, str(check)], cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", *plain, *asked, str(check)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 1, ended.stdout + ended.stderr
     *judged, ended_by = [each for each in record.read(records) if isinstance(each, record.Judgement)]
     assert [(one.tensor, one.status) for one in judged] == [(name, "passed") for name in ("out", "dq", "dk", "dv")]
@@ -167,8 +204,9 @@ def test_a_check_that_an_exception_ends(kernels: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_benchmarks_without_a_device() -> None:
-    """They say why there are none."""
+    """Without a device, the benchmarks are skipped, and the skip gives the reason."""
     command = [sys.executable, "-m", "pytest", "tests/bench", "--benchmark-only", "-q", "-p", "no:cacheprovider"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}  # in a worker nothing is timed
+    # In a process of pytest-xdist nothing is timed, so the new pytest must not take itself for one.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert re.search(r"SKIPPED \[1\] .*: CUDA: no device", ended.stdout), ended.stdout + ended.stderr

@@ -1,4 +1,4 @@
-"""How the tests of a run are dealt to its processes."""
+"""How a run distributes its tests to its processes, and that these share one Triton cache."""
 
 import os
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from flashproof import processes, session
 
 
 def test_triton_cache_is_one_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the user has named none, Triton's own, which Inductor then leaves in place."""
+    """If the user names no cache folder, all processes use Triton's default, and Inductor does not change it."""
     triton = pytest.importorskip("triton", reason="Triton: not installed")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("TRITON_CACHE_DIR", "named")
@@ -24,7 +24,7 @@ def test_triton_cache_is_one_for_all_processes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_on_a_gpu_a_short_test_goes_with_each_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest-xdist hands the first tests out in twos."""
+    """pytest-xdist gives each process two tests at first, so a short test follows each of the longest ones."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = SimpleNamespace(workerinput={"workercount": 2})
     tests = SimpleNamespace(items=list(range(7)), config=config)  # the longest first

@@ -1,4 +1,4 @@
-"""Known defects: their file is read, what is wrong with it is said, and one that is gone is said too."""
+"""Known defects: how their file is read, the errors about it, and the message about a defect that is gone."""
 
 from pathlib import Path
 
@@ -28,8 +28,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def entry(**changed: str) -> str:
-    """An entry, with other fields than usual; an empty one is left out."""
-    return "\n".join(["[[defect]]", *(f"{name} = {value}" for name, value in (ENTRY | changed).items() if value)]) + "\n"
+    """Returns an entry with some fields changed. A field that is changed to an empty text is left out."""
+    return (
+        "\n".join(["[[defect]]", *(f"{name} = {value}" for name, value in (ENTRY | changed).items() if value)]) + "\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,13 +60,16 @@ def entry(**changed: str) -> str:
         (entry(implementation='"yours.py:right"'), "entry 1: implementation: there is no file 'yours.py'"),
         (entry(checks='["*"]'), r"entry 1: checks: there is no check '\*'"),
         (entry(where='"causal"'), "entry 1: where is 'causal'; give a table of factors and levels"),
-        (entry(where='{masks = "causal"}'), "entry 1: where: there is no factor 'masks'; close: mask; give dtype, call"),
+        (
+            entry(where='{masks = "causal"}'),
+            "entry 1: where: there is no factor 'masks'; close: mask; give dtype, call",
+        ),
         (entry(where='{mask = ["lower"]}'), "entry 1: where: mask has no level 'lower'; give full, causal, causal-br"),
         (entry(implementation='"tiled.fa22"'), "entry 1: implementation: 'tiled.fa22' is unknown; close: tiled.fa2"),
     ],
 )
 def test_what_cannot_be_read(project: Path, text: str, words: str) -> None:
-    """The error names the file, the entry, the field, and what would do."""
+    """The error names the file, the entry and the field, and says what to give instead."""
     path = project / "known.toml"
     path.write_text(text)
     with pytest.raises(ValueError, match=words):
@@ -72,7 +77,10 @@ def test_what_cannot_be_read(project: Path, text: str, words: str) -> None:
 
 
 def test_what_can_be_read(project: Path) -> None:
-    """A check of the project's own is none of flashproof's. The list of the catalogue has names that exist."""
+    """An entry may name a check of the project's own, which flashproof does not know.
+
+    The known defects of the catalogue have names that exist.
+    """
     path = project / "known.toml"
     path.write_text(entry(checks='["contract/answers", "stability/sinks"]', implementation='"./mine.py:wrong"'))
     found = defects.read(path)
@@ -82,7 +90,7 @@ def test_what_can_be_read(project: Path) -> None:
 
 
 def test_a_defect_that_is_gone(project: Path) -> None:
-    """The run fails, and says which entry is to be changed. A file that is not there is an error."""
+    """If a known defect is gone, the run fails and says which entry to change. A missing file is an error."""
     words = ["mine.py:right", "-k", "contract/answers", "--dtype", "fp32", "--records", "run.jsonl"]
     status, said = run(project, *words)
     assert status == 4
@@ -96,10 +104,11 @@ def test_a_defect_that_is_gone(project: Path) -> None:
 
 
 def test_a_defect_of_some_cases(project: Path) -> None:
-    """Their failures are expected, those of other cases are not, and none of them need fail."""
+    """Failures of the cases of an entry are expected, but not required. Failures of other cases are not expected."""
     mine = project / "mine.py"
     mine.write_text(
-        mine.read_text() + "\n\ndef causal(query, key, value, is_causal=False):\n    return (wrong if is_causal else right)(query, key, value, is_causal)\n"
+        mine.read_text() + "\n\ndef causal(query, key, value, is_causal=False):\n"
+        "    return (wrong if is_causal else right)(query, key, value, is_causal)\n"
     )
     words = ["mine.py:causal", "-k", "over_lengths or answers", "--dtype", "fp32", "--records", "run.jsonl"]
     for levels, wanted, said in (

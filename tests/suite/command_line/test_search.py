@@ -1,4 +1,4 @@
-"""How long a search goes on, and that the first Ctrl-C ends it."""
+"""How long a search lasts, and that the first Ctrl-C ends it."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ SPACE = Space(replace(OWN_KERNELS, block_mask=True))
 
 @pytest.fixture
 def begun() -> Generator[None]:
-    """A run whose searches take ten seconds each; what this run itself was told is put back."""
+    """Begins a run whose searches take ten seconds each. Restores the settings of the surrounding run afterwards."""
     before = search._asked, search._stop, search._is_main, signal.getsignal(signal.SIGINT)
     search.begin(Budget(seconds=10.0), f"test-{os.getpid()}", is_main=True)
     yield
@@ -32,7 +32,12 @@ def begun() -> Generator[None]:
 
 @pytest.mark.parametrize(
     ("text", "budget"),
-    [("5000", Budget(examples=5000)), ("30s", Budget(seconds=30.0)), ("1.5m", Budget(seconds=90.0)), ("8h", Budget(seconds=28800.0))],
+    [
+        ("5000", Budget(examples=5000)),
+        ("30s", Budget(seconds=30.0)),
+        ("1.5m", Budget(seconds=90.0)),
+        ("8h", Budget(seconds=28800.0)),
+    ],
 )
 def test_a_budget_is_cases_or_time(text: str, budget: Budget) -> None:
     assert Budget.parse(text) == budget
@@ -40,7 +45,9 @@ def test_a_budget_is_cases_or_time(text: str, budget: Budget) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "0s", "1.5", "-3", "10 m", "soon"])
 def test_anything_else_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no budget; give a number of cases like 5000, or a time like 30s, 10m or 8h"):
+    with pytest.raises(
+        ValueError, match="is no budget; give a number of cases like 5000, or a time like 30s, 10m or 8h"
+    ):
         Budget.parse(text)
 
 
@@ -57,7 +64,7 @@ def test_the_first_interrupt_ends_the_searches_of_every_process(begun: None) -> 
     assert not Search().is_over
     os.kill(os.getpid(), signal.SIGINT)
     assert Search().is_over
-    child = os.fork()  # as another process of the run sees it
+    child = os.fork()  # stands for another process of the run
     if not child:
         os._exit(0 if search.is_stopped() else 1)
     assert os.waitpid(child, 0)[1] == 0

@@ -18,7 +18,7 @@ from flashproof.settings import Settings
     ],
 )
 def test_places(tmp_path: Path, text: str | None, report: str, records: str, defects: str | None) -> None:
-    """They lie in the folder of the pyproject.toml. Records lie in the folder of the report."""
+    """Places are relative to the folder of the pyproject.toml. By default, records go into the folder of the report."""
     if text is not None:
         (tmp_path / "pyproject.toml").write_text(text)
     found = Settings.of(tmp_path)

@@ -1,4 +1,4 @@
-"""Targets: every form of a name is loaded, or refused with words that help."""
+"""Targets: every form of a name loads an implementation, or raises an error that says what to give instead."""
 
 import functools
 import math
@@ -24,7 +24,8 @@ from flashproof.impls.spec import Implementation, Supports
 from sibling import FACTOR
 
 def attention(query, key, value, *, is_causal=False, scale=None):
-    return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale) * FACTOR
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale) \
+* FACTOR
 
 class Holder:
     inner = staticmethod(attention)
@@ -37,7 +38,7 @@ number = 3
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
-    """A user's file, with a sibling that it imports."""
+    """A file of a user, which imports another file of the same folder."""
     (tmp_path / "sibling.py").write_text(SIBLING)
     path = tmp_path / "mine.py"
     path.write_text(MINE)
@@ -45,7 +46,10 @@ def mine(tmp_path: Path) -> Path:
 
 
 def test_a_function_of_a_file(mine: Path) -> None:
-    """A path loads, twice if need be, and computes. Its folder is importable: first for itself, and last later."""
+    """A path loads a function that computes, also when it is loaded twice.
+
+    The folder of the file is importable: before all others while the file loads, and after all others later.
+    """
     searched = list(sys.path)
     for _ in range(2):
         implementation = loading.load(f"{mine}:attention")
@@ -58,7 +62,7 @@ def test_a_function_of_a_file(mine: Path) -> None:
 
 
 def test_an_implementation_of_a_file(mine: Path) -> None:
-    """An `Implementation` is taken as it is; one without a name takes the one it was asked for by."""
+    """An `Implementation` is used as it is. If it has no name, it gets the name that was asked for."""
     assert loading.load(f"{mine}:named").name == "triton.fa2"
     nameless = loading.load(f"{mine}:nameless")
     assert nameless.name == f"{mine}:nameless"
@@ -67,7 +71,11 @@ def test_an_implementation_of_a_file(mine: Path) -> None:
 
 
 def test_a_run_goes_by_the_name_it_was_given(mine: Path) -> None:
-    """Records and the command that repeats a case carry a name that `--impl` takes, whatever an `Implementation` calls itself: even as one of the targets."""
+    """A run uses the name that `--impl` was given, whatever name an `Implementation` gives itself.
+
+    Records and the command that repeats a case carry this name, so `--impl` accepts it. This holds even if an
+    `Implementation` gives itself the name of a kernel in the catalogue.
+    """
     loaded = targets.load_selected([f"{mine}:named"])[0]
     assert loaded.missing is None
     assert loaded.implementation is not None
@@ -75,16 +83,22 @@ def test_a_run_goes_by_the_name_it_was_given(mine: Path) -> None:
 
 
 def test_a_file_has_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However its path is spelled; what is no file keeps its name."""
+    """All spellings of the path of a file give one name. A name that is not a file stays as it is."""
     monkeypatch.chdir(tmp_path)
-    assert {loading.spelled(f"{path}:attention") for path in ("mine.py", "./mine.py", "kernels/../mine.py", tmp_path / "mine.py")} == {"mine.py:attention"}
+    assert {
+        loading.spelled(f"{path}:attention")
+        for path in ("mine.py", "./mine.py", "kernels/../mine.py", tmp_path / "mine.py")
+    } == {"mine.py:attention"}
     assert loading.spelled("../mine.py:attention") == f"{tmp_path.parent}/mine.py:attention"
     for name in ("tiled.*", "mine.py", "torch.nn.functional:scaled_dot_product_attention"):
         assert loading.spelled(name) == name
 
 
 def test_a_module() -> None:
-    """torch's own function is a builtin, whose parameters stand in its docstring: dropout without a seed is no claim."""
+    """The parameters of torch's function, a builtin, are read from its docstring.
+
+    Its dropout has no seed, so the function does not claim dropout.
+    """
     for name in (
         "torch.nn.functional:scaled_dot_product_attention",
         "torch.nn.functional.scaled_dot_product_attention",
@@ -98,7 +112,7 @@ BARE = Supports(cross_lengths=True, strided=True, unaligned=True)
 
 
 def three(query: object, key: object, value: object) -> object:
-    """The least that is an attention function."""
+    """Has the fewest parameters that an attention function can have."""
     return (query, key, value)
 
 
@@ -121,12 +135,12 @@ def everything(
 
 
 def anything(*tensors: object, **keywords: object) -> object:
-    """Takes all and says nothing."""
+    """Takes any arguments and names none."""
     return (tensors, keywords)
 
 
 def swallowing(query: object, key: object, value: object, **keywords: object) -> object:
-    """Takes any keyword, and does not say which it heeds."""
+    """Takes any keyword and does not say which ones it uses."""
     return (query, key, value, keywords)
 
 
@@ -136,15 +150,17 @@ def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causa
 
 
 class Straight(torch.autograd.Function):
-    """A function that is called by `apply`, which takes no keywords."""
+    """A function that is called through `apply`, which takes no keywords."""
 
     @staticmethod
     def forward(context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float = 1.0) -> Any:
         return query
 
 
-def unseeded(query: object, key: object, value: object, dropout_p: float = 0.0, causal_alignment: str = "top_left") -> object:
-    """Half of two pairs."""
+def unseeded(
+    query: object, key: object, value: object, dropout_p: float = 0.0, causal_alignment: str = "top_left"
+) -> object:
+    """Names one keyword of each of two pairs: dropout without a seed, alignment without `is_causal`."""
     return (query, key, value, dropout_p, causal_alignment)
 
 
@@ -152,13 +168,15 @@ class Layer(torch.nn.Module):
     """An attention layer without parameters."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """The query, scaled: only the signature matters here."""
+        """Returns the scaled query, because only the signature matters here."""
         return query * scale
 
 
 SCALED = Supports(scale="positive", cross_lengths=True, strided=True, unaligned=True)
 MASKED = Supports(causal=("top_left",), cross_lengths=True, strided=True, unaligned=True)
-SDPA = Supports(causal=("top_left",), scale="positive", grouped_heads=True, cross_lengths=True, strided=True, unaligned=True)
+SDPA = Supports(
+    causal=("top_left",), scale="positive", grouped_heads=True, cross_lengths=True, strided=True, unaligned=True
+)
 
 
 @pytest.mark.parametrize(
@@ -191,10 +209,24 @@ SDPA = Supports(causal=("top_left",), scale="positive", grouped_heads=True, cros
         (torch.ops.aten.scaled_dot_product_attention.default, SDPA),
         (torch._C._nn.scaled_dot_product_attention, SDPA),
     ],
-    ids=["three", "everything", "swallowing", "unseeded", "layer", "method", "partial", "sdpa", "partials", "apply", "packet", "overload", "builtin"],
+    ids=[
+        "three",
+        "everything",
+        "swallowing",
+        "unseeded",
+        "layer",
+        "method",
+        "partial",
+        "sdpa",
+        "partials",
+        "apply",
+        "packet",
+        "overload",
+        "builtin",
+    ],
 )
 def test_a_signature_is_a_claim(attention: Callable[..., object], claims: Supports) -> None:
-    """A bare callable claims what its parameters name, and never what a check asks on a promise alone."""
+    """A bare callable claims what its parameters name. It never claims a property that no parameter can name."""
     implementation = signatures.of_callable(attention, "here")
     assert implementation.supports == claims
     assert implementation.bare
@@ -204,7 +236,7 @@ def test_a_signature_is_a_claim(attention: Callable[..., object], claims: Suppor
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_and_scripted() -> None:
-    """What a compiler made of a function claims what the function claims."""
+    """A compiled or scripted function claims what the original function claims."""
     compiled = torch.compile(backend="eager")
     for make in (compiled, torch.jit.script):
         assert signatures.of_callable(make(masked), "here").supports == MASKED
@@ -214,17 +246,17 @@ def test_compiled_and_scripted() -> None:
 
 
 def two(query: object, key: object) -> object:
-    """One argument too few."""
+    """Takes one argument too few."""
     return (query, key)
 
 
 def behind(settings: object, q: object, k: object, v: object) -> object:
-    """The three tensors do not come first."""
+    """Takes another argument before the three tensors."""
     return (settings, q, k, v)
 
 
 class Named(torch.autograd.Function):
-    """As in Triton's tutorial."""
+    """Requires `causal`, as the function of Triton's tutorial does."""
 
     @staticmethod
     def forward(context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> Any:
@@ -232,7 +264,7 @@ class Named(torch.autograd.Function):
 
 
 def greedy(query: object, key: object, value: object, mask: object, *, window: int) -> object:
-    """Needs more than an attention call gives."""
+    """Requires arguments that an attention call does not give."""
     return (query, key, value, mask, window)
 
 
@@ -242,10 +274,14 @@ def greedy(query: object, key: object, value: object, mask: object, *, window: i
         (two, "takes 2 positional arguments; .*takes three"),
         (
             greedy,
-            r"needs mask, window beside [\s\S]*in place of each None: mask, window\.\n    return here\(query, key, value, None, window=None\)$",
+            r"needs mask, window beside [\s\S]*in place of each None: mask, window\.\n"
+            r"    return here\(query, key, value, None, window=None\)$",
         ),
         (behind, r"needs settings beside [\s\S]*return here\(None, query, key, value\)$"),
-        (Named.apply, r"needs causal beside [\s\S]*is_causal=False\):\n    return here\(query, key, value, is_causal\)$"),
+        (
+            Named.apply,
+            r"needs causal beside [\s\S]*is_causal=False\):\n    return here\(query, key, value, is_causal\)$",
+        ),
         (functools.partial(cast(Any, masked), window=3), r"partial of a function that does not take \(window=\.\.\.\)"),
         (Layer.forward, "is a method of a class; give that of an instance"),
         (anything, r"takes \*args, .*say what it takes: [\s\S]*Implementation\([\s\S]*supports=Supports\("),
@@ -259,7 +295,8 @@ def greedy(query: object, key: object, value: object, mask: object, *, window: i
         (torch.ops.aten.softmax, "has the overloads .*; give one of them"),
         (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-            r"returns 2 values \(output, logsumexp\), not [\s\S]*return here\(query, key, value, is_causal=is_causal, scale=scale\)\[0\]$",
+            r"returns 2 values \(output, logsumexp\), not [\s\S]*"
+            r"return here\(query, key, value, is_causal=is_causal, scale=scale\)\[0\]$",
         ),
     ],
     ids=[
@@ -268,7 +305,7 @@ def greedy(query: object, key: object, value: object, mask: object, *, window: i
     ],
 )
 def test_what_is_no_attention(attention: object, words: str) -> None:
-    """The error says what is wrong with it and what would do."""
+    """The error says what is wrong with the object and what to give instead."""
     with pytest.raises(TypeError, match=f"^here: .*({words})"):
         signatures.of_callable(attention, "here")
 
@@ -302,7 +339,7 @@ def test_what_is_no_attention(attention: object, words: str) -> None:
     ],
 )
 def test_errors_name_what_was_given(name: str, kind: type[Exception], words: str) -> None:
-    """Every error begins with the name as it was given."""
+    """Every error begins with the name that was given."""
     with pytest.raises(kind, match=words) as raised:
         loading.load(name)
     assert str(raised.value).startswith(f"{name}: ")
@@ -311,7 +348,11 @@ def test_errors_name_what_was_given(name: str, kind: type[Exception], words: str
 @pytest.mark.parametrize(
     ("kind", "fields", "words"),
     [
-        (Supports, {"causal": ("topleft",)}, "causal: ('topleft',) will not do; give a tuple of any of 'top_left', 'bottom_right'"),
+        (
+            Supports,
+            {"causal": ("topleft",)},
+            "causal: ('topleft',) will not do; give a tuple of any of 'top_left', 'bottom_right'",
+        ),
         (Supports, {"causal": "top_left"}, "causal: 'top_left' will not do; give a tuple of any of 'top_left'"),
         (Supports, {"dtypes": ()}, "dtypes: () will not do; give a tuple of at least one of 'float32'"),
         (Supports, {"dtypes": ("float8",)}, "dtypes: ('float8',) will not do; give a tuple of any of 'float32'"),
@@ -319,7 +360,11 @@ def test_errors_name_what_was_given(name: str, kind: type[Exception], words: str
         (Supports, {"backward": "yes"}, "backward: 'yes' will not do; give True or False"),
         (Supports, {"dims": 64}, "dims: 64 will not do; give a tuple of int, int"),
         (Supports, {"dims": (64, 8)}, "dims: (64, 8) will not do; give the smallest and the largest head dim"),
-        (Supports, {"dims": (1, 7), "dim_multiple": 8}, "dim_multiple: 8 will not do; give a number that has a multiple from 1 to 7"),
+        (
+            Supports,
+            {"dims": (1, 7), "dim_multiple": 8},
+            "dim_multiple: 8 will not do; give a number that has a multiple from 1 to 7",
+        ),
         (Arithmetic, {"weights": "banana"}, "weights: 'banana' will not do; give 'input' or 'float32'"),
         (Arithmetic, {"products": ["tf32"]}, "products: ['tf32'] will not do; give 'exact' or"),
         (Arithmetic, {"exp_ulps": -3}, "exp_ulps: -3 will not do; give a finite number of at least 0"),
@@ -330,21 +375,25 @@ def test_errors_name_what_was_given(name: str, kind: type[Exception], words: str
         (Arithmetic, {"query_tile": 1.5}, "query_tile: 1.5 will not do; give a whole number or None"),
         (Implementation, {"name": 3}, "name: 3 will not do; give a str"),
         (Implementation, {"attention": None}, "attention: None will not do; give a function"),
-        (Implementation, {"supports": {"lse": True}}, "supports: {'lse': True} will not do; give a flashproof.Supports"),
+        (
+            Implementation,
+            {"supports": {"lse": True}},
+            "supports: {'lse': True} will not do; give a flashproof.Supports",
+        ),
         (Implementation, {"missing": "CUDA"}, "missing: 'CUDA' will not do; give a function"),
         (Implementation, {"arithmetic": Arithmetic()}, "arithmetic: Arithmetic("),
     ],
     ids=lambda value: value.partition(" will")[0] if isinstance(value, str) else "",
 )
 def test_a_field_that_cannot_be_read(kind: Callable[..., object], fields: dict[str, Any], words: str) -> None:
-    """The error names the class, the field, its value and what would do, as soon as the claim is made."""
+    """The constructor raises an error that names the class, the field and its value, and says what to give instead."""
     claimed = {"name": "mine", "attention": three} | fields if kind is Implementation else fields
     with pytest.raises(ValueError, match=f"^{re.escape(f'{kind.__name__}.{words}')}"):
         kind(**claimed)
 
 
 def test_numbers_of_both_kinds() -> None:
-    """An int is a number, and a float without a fraction is no tile."""
+    """An int is accepted where a float is expected. A float is never accepted as a tile size."""
     assert Arithmetic(exp_ulps=1, key_tile=64, query_tile=None).key_tile == 64
     with pytest.raises(ValueError, match=r"key_tile: 64\.0 will not do"):
         Arithmetic(key_tile=cast(Any, 64.0))
@@ -369,7 +418,7 @@ def test_numbers_of_both_kinds() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_claim_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], words: str) -> None:
-    """The error names the implementation, the call, its answer and what would do."""
+    """The error names the implementation, the call and its result, and says what to return instead."""
     claimed: dict[str, Any] = {"name": "mine", "attention": three} | fields
     monkeypatch.setattr(sys.modules[__name__], "exported", Implementation(**claimed), raising=False)
     name = f"{__name__}:exported"
@@ -378,19 +427,26 @@ def test_a_claim_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, fields: d
 
 
 def test_a_file_without_an_attribute(tmp_path: Path) -> None:
-    """The error says what the file has to offer."""
+    """The error says which names the file defines."""
     file = tmp_path / "mine.py"
     file.write_text("import math\n\ndef attention(query, key, value):\n    return query\n\nimplementation = None\n")
     with pytest.raises(ValueError, match=r"mine\.py: names no attribute\. It defines attention, implementation; give"):
         loading.load(str(file))
-    with pytest.raises(ValueError, match=r"is a directory; name a file in it and an attribute, as '.*/mine\.py:attention'"):
+    with pytest.raises(
+        ValueError, match=r"is a directory; name a file in it and an attribute, as '.*/mine\.py:attention'"
+    ):
         loading.load(str(tmp_path))
 
 
 def test_a_file_that_fails(tmp_path: Path) -> None:
-    """What went wrong, and where; a broken file is not taken for a missing backend, a missing backend is named."""
+    """The error says what went wrong and where.
+
+    A broken file does not count as a missing backend. If a backend is missing, the error names it.
+    """
     broken, needy, misspelt = tmp_path / "broken.py", tmp_path / "needy.py", tmp_path / "misspelt.py"
-    leaving, alone, kernel, claiming = (tmp_path / name for name in ("leaving.py", "alone.py", "kernel.cu", "claiming.py"))
+    leaving, alone, kernel, claiming = (
+        tmp_path / name for name in ("leaving.py", "alone.py", "kernel.cu", "claiming.py")
+    )
     claiming.write_text("from flashproof import Arithmetic\n\nclaim = Arithmetic(weights='banana')\n")
     leaving.write_text("raise SystemExit(3)\n")
     alone.write_text("from . import sibling\n")
@@ -400,7 +456,10 @@ def test_a_file_that_fails(tmp_path: Path) -> None:
     needy.write_text("import no_such_package.kernels\n")
     with pytest.raises(ValueError, match=r"ZeroDivisionError: .*broken\.py, line 2"):
         loading.load(f"{broken}:attention")
-    with pytest.raises(ValueError, match=r"claiming\.py:attention: Arithmetic\.weights: 'banana' will not .* \(.*claiming\.py, line 3\)$"):
+    with pytest.raises(
+        ValueError,
+        match=r"claiming\.py:attention: Arithmetic\.weights: 'banana' will not .* \(.*claiming\.py, line 3\)$",
+    ):
         loading.load(f"{claiming}:attention")
     with pytest.raises(ValueError, match=r"SyntaxError: expected ':' \(misspelt\.py, line 1\)$"):
         loading.load(f"{misspelt}:attention")
@@ -416,7 +475,7 @@ def test_a_file_that_fails(tmp_path: Path) -> None:
 
 
 def test_a_file_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a module of its package, whichever way it is named first, and is never run twice."""
+    """A file of a package is loaded as a module of that package, however it is named first, and runs only once."""
     runs = tmp_path / "runs"
     for folder in ("vehicles", "vehicles/fast"):
         (tmp_path / folder).mkdir()
@@ -447,16 +506,21 @@ def test_a_file_of_a_folder_without_init(order: int, tmp_path: Path, monkeypatch
     """The file runs once, whether its path or its module is named first."""
     folder = f"loose{order % 3}"
     (tmp_path / folder).mkdir()
-    (tmp_path / folder / "attn.py").write_text("with open('runs', 'a') as runs:\n    runs.write('.')\ndef f(query, key, value):\n    return query\n")
+    (tmp_path / folder / "attn.py").write_text(
+        "with open('runs', 'a') as runs:\n    runs.write('.')\ndef f(query, key, value):\n    return query\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    first, *others = (loading.load(name).attention for name in [f"{folder}/attn.py:f", f"{folder}.attn:f", f"{folder}.attn.f"][::order])
+    first, *others = (
+        loading.load(name).attention
+        for name in [f"{folder}/attn.py:f", f"{folder}.attn:f", f"{folder}.attn.f"][::order]
+    )
     assert all(other is first for other in others)
     assert (tmp_path / "runs").read_text() == "."
 
 
 def test_a_module_below_src(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says how to make it importable, and names nothing that src/ does not hold."""
+    """The error says how to make a module below src/ importable. It gives no such advice for other modules."""
     (tmp_path / "src" / "layered").mkdir(parents=True)
     (tmp_path / "src" / "layered" / "attn.py").write_text("def f(query, key, value):\n    return query\n")
     (tmp_path / "needy_bench.py").write_text("from layered.attn import f\n")
@@ -472,26 +536,28 @@ def test_a_module_below_src(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_package_of_another_place(tmp_path: Path) -> None:
-    """Two packages of one name cannot be imported into one process. The error says which one is there."""
+    """One process cannot import two packages of the same name. The error says which one is imported already."""
     for place in ("first", "second"):
         package = tmp_path / place / "twins"
         package.mkdir(parents=True)
         (package / "__init__.py").touch()
         (package / "kernel.py").write_text("def attention(query, key, value):\n    return query\n")
     loading.load(f"{tmp_path}/first/twins/kernel.py:attention")
-    with pytest.raises(ImportError, match=r"its package 'twins' in .*second cannot be imported, .*first/twins.*; rename the package"):
+    with pytest.raises(
+        ImportError, match=r"its package 'twins' in .*second cannot be imported, .*first/twins.*; rename the package"
+    ):
         loading.load(f"{tmp_path}/second/twins/kernel.py:attention")
 
 
 def test_a_file_with_the_name_of_a_module(tmp_path: Path) -> None:
-    """It is run all the same, and the other module stays what it is."""
+    """A file that has the name of a module is loaded, and the module of that name does not change."""
     (tmp_path / "math.py").write_text("def attention(query, key, value):\n    return query\n")
     assert loading.load(f"{tmp_path}/math.py:attention").bare
     assert sys.modules["math"] is math
 
 
 def test_a_file_of_this_package() -> None:
-    """Its folders are links, and its modules have one name all the same."""
+    """The folders of flashproof are links. A path to one of their files still loads the module of the package."""
     folder = Path(loading.__file__).resolve().parents[1] / "impls" / "peers"
     from flashproof.impls.peers import sdpa
 
@@ -499,7 +565,7 @@ def test_a_file_of_this_package() -> None:
 
 
 def test_a_subclass_of_an_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fields that it adds are its own."""
+    """A subclass of `Implementation` may add fields, whose types are not checked."""
 
     @dataclass(frozen=True, kw_only=True)
     class Mine(Implementation):
@@ -549,10 +615,24 @@ FAULTS = ("pair", "arrays", "gives_an_array")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 @pytest.mark.parametrize("processes", ["-n0", "-n2"])
 def test_said_once(tmp_path: Path, processes: str) -> None:
-    """How every call ends is one failure or one line. No other check is run, in any dtype."""
+    """If every call of a kernel must end in the same way, the run says so once, in one failure or one line.
+
+    It runs no other check of that kernel, in any dtype.
+    """
     (tmp_path / "mine.py").write_text(ONCE)
     named = [f"--impl={tmp_path}/mine.py:{kernel}" for kernel in SAID_ONCE]
-    command = [sys.executable, "-m", "pytest", "tests/contract/test_call.py", *named, processes, "-q", "-p", "no:cacheprovider", "--assert=plain"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/contract/test_call.py",
+        *named,
+        processes,
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--assert=plain",
+    ]
     command += ["-k", "test_answers or test_calls_agree", f"--records={tmp_path}/records.jsonl"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     said = ended.stdout + ended.stderr

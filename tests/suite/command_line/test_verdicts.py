@@ -1,4 +1,4 @@
-"""The last lines of a run: what its verdict claims, why checks were left out, and failures that are told once."""
+"""The last lines of a run: what its verdict claims, why checks were left out, and how it groups equal failures."""
 
 import re
 from collections import Counter
@@ -46,18 +46,26 @@ def test_own(subject: Subject) -> None:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder with kernels and nothing else."""
+    """A folder that contains kernels and nothing else."""
     (tmp_path / "mine.py").write_text(KERNELS + MORE)
     return tmp_path
 
 
 def session(**fields: Any) -> Any:
-    """A run of three checks that all passed, but for the fields that are given."""
+    """Returns a run of three checks that all passed, with some fields changed."""
     options = {"keyword": fields.pop("keyword", "")}
     selection: dict[str, Any] = {"cases": [], "dtypes": DTYPES, "device": None, "whole": lambda: 3}
     selection |= {name: fields.pop(name) for name in list(fields) if name in selection}
     config = SimpleNamespace(option=SimpleNamespace(**options))
-    about = {"status": 0, "outcomes": Counter(passed=3), "reasons": Counter(), "clock": None, "is_whole": True, "has_paths": False, "others": set()}
+    about = {
+        "status": 0,
+        "outcomes": Counter(passed=3),
+        "reasons": Counter(),
+        "clock": None,
+        "is_whole": True,
+        "has_paths": False,
+        "others": set(),
+    }
     about |= {"passed_in": {("f", dtype) for dtype in DTYPES}, "without_gradient": {}, "with_gradient": set()}
     return SimpleNamespace(config=config, selection=SimpleNamespace(**selection), **(about | fields))
 
@@ -67,9 +75,9 @@ def session(**fields: Any) -> Any:
     [
         ({}, "verified: 3 checks: 3 passed"),
         ({"status": 1, "outcomes": Counter(passed=2, failed=1)}, "not verified: 3 checks: 2 passed, 1 failed"),
-        ({"status": 2, "outcomes": Counter(passed=2)}, "not verified: 2 of 3 checks: 2 passed"),  # broken off
+        ({"status": 2, "outcomes": Counter(passed=2)}, "not verified: 2 of 3 checks: 2 passed"),  # interrupted
         ({"keyword": "a/b", "outcomes": Counter(passed=1)}, "passed: 1 of 3 checks, narrowed by -k a/b: 1 passed"),
-        ({"keyword": "a"}, "verified: 3 checks: 3 passed"),  # it left nothing out
+        ({"keyword": "a"}, "verified: 3 checks: 3 passed"),  # the keyword left nothing out
         ({"cases": [Case()]}, "passed: 3 of 3 checks, narrowed by --case: 3 passed"),
         (
             {"clock": True, "outcomes": Counter(passed=1, skipped=1), "reasons": Counter({quick.LATE: 1})},
@@ -85,13 +93,14 @@ def session(**fields: Any) -> Any:
         ),
         (
             {"without_gradient": {("f", "float16"): {"q4"}}},
-            "verified in part forward only: 3 checks: 3 passed; 1 case refused a backward, and no gradient was judged of f, float16",
+            "verified in part forward only: 3 checks: 3 passed; "
+            "1 case refused a backward, and no gradient was judged of f, float16",
         ),
         (
             {"without_gradient": {("f", "float16"): {"q4"}}, "with_gradient": {("f", "float16")}},
             "verified: 3 checks: 3 passed",
         ),
-        (  # of float16 it refused everything
+        (  # the function refused every case in float16
             {"without_gradient": {("f", "float16"): {"q4"}}, "passed_in": {("f", "float32")}},
             "verified: 3 checks: 3 passed",
         ),
@@ -105,7 +114,7 @@ def session(**fields: Any) -> Any:
     ],
 )
 def test_a_verdict_claims_what_was_run(fields: dict[str, Any], words: str) -> None:
-    """Only a run that nothing narrows says "verified", and only with gradients does it say no more than that."""
+    """Only a run that nothing narrows says "verified". If a dtype has no judged gradient, it adds "forward only"."""
     assert summary.verdict(session(**fields)).text == words
 
 
@@ -115,8 +124,8 @@ def test_a_verdict_claims_what_was_run(fields: dict[str, Any], words: str) -> No
         (
             ["mine.py:forward_only", "--case", SMALL],
             0,
-            r"\npassed forward only: \d+ of \d+ checks, narrowed by --case: \d+ passed, \d+ left out \(\d+ refused; .*\); "
-            r"\d+ cases refused a backward, and no gradient was judged$",
+            r"\npassed forward only: \d+ of \d+ checks, narrowed by --case: \d+ passed, "
+            r"\d+ left out \(\d+ refused; .*\); \d+ cases refused a backward, and no gradient was judged$",
         ),
         (
             ["mine.py:right", "-k", "contract/answers", "--dtype", "fp32"],
@@ -128,7 +137,7 @@ def test_a_verdict_claims_what_was_run(fields: dict[str, Any], words: str) -> No
             0,
             r"\npassed: \d+ of \d+ checks",
         ),
-        (  # a check in which a worker died has failed, though the rest of it is left out
+        (  # a check in which a worker died has failed, although the rest of its cases is left out
             ["mine.py:hangs", "--quick", "--time-limit", "0.3"],
             1,
             r"\nnot verified: \d+ of \d+ checks, narrowed by --quick: \d failed, \d+ left out \(not run\)$",
@@ -145,7 +154,7 @@ def test_a_verdict_claims_what_was_run(fields: dict[str, Any], words: str) -> No
     ids=["forward-only", "check", "dtypes", "hang", "no-check", "no-check-in-processes", "no-device"],
 )
 def test_the_last_line(project: Path, words: list[str], status: int, says: str) -> None:
-    """Of the command."""
+    """The last line of the command is the verdict."""
     ended, said = run(project, *words, "--records", "run.jsonl")
     assert ended == status, said
     assert re.search(says, said.rstrip()), said
@@ -153,20 +162,23 @@ def test_the_last_line(project: Path, words: list[str], status: int, says: str) 
 
 
 def test_failures_are_told_once(project: Path) -> None:
-    """In a run of pytest: flashproof's block, the number of others in the same words, and the verdict."""
-    status, said = run(project, "--impl=mine.py:raises", "--impl=mine.py:wrong", "--case", SMALL, "--records=r.jsonl", module="pytest")
+    """A run of pytest prints flashproof's text for a failure, the number of equal failures, and the verdict."""
+    status, said = run(
+        project, "--impl=mine.py:raises", "--impl=mine.py:wrong", "--case", SMALL, "--records=r.jsonl", module="pytest"
+    )
     assert status == 1, said
     assert said.count("\n") < 70, said
     assert "Traceback" not in said
     assert "FAILED" not in said
-    assert len(re.findall(r"^forward raised KeyError: 'a bug'", said, re.MULTILINE)) == 2  # at once, and in the end
+    # The run prints the failure when it occurs, and again at the end.
+    assert len(re.findall(r"^forward raised KeyError: 'a bug'", said, re.MULTILINE)) == 2
     assert re.search(r"\nand \d+ more failures in the same words, in \d\d checks\n", said)
     assert re.search(r"\nnot verified: mine.py:raises \(\d+ failures, and no case passed\)\n", said)
     assert re.search(r"\nnot verified: \d+ of \d+ checks, narrowed by --case: .*\n=.*=\n$", said)
 
 
 def test_a_result_says_it_too(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`flashproof.verify`: what no gradient was judged of, and each failure once."""
+    """The result of `flashproof.verify` says that no gradient was judged, and shows equal failures once."""
     monkeypatch.chdir(project)
     result = flashproof.verify("mine.py:forward_only", cases=SMALL)
     assert result.verified
@@ -183,7 +195,7 @@ def test_a_result_says_it_too(project: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_failures_that_read_alike() -> None:
-    """They are one group. Figures are told apart by check and dtype."""
+    """Failures with the same text form one group. Failures with figures are grouped by check and dtype."""
 
     def judgement(check: str, message: str, rho: float | None = None) -> Judgement:
         return Judgement(
@@ -191,7 +203,9 @@ def test_failures_that_read_alike() -> None:
             tensor="out" if rho else None, rho=rho, message=message,
         )  # fmt: skip
 
-    alike = failures.groups([judgement("a/a", "odd"), judgement("a/b", "odd"), judgement("a/a", "", 2.0), judgement("a/b", "", 2.0)])
+    alike = failures.groups(
+        [judgement("a/a", "odd"), judgement("a/b", "odd"), judgement("a/a", "", 2.0), judgement("a/b", "", 2.0)]
+    )
     assert [len(group) for group in alike] == [2, 1, 1]
     assert failures.told(alike[0]).endswith("\nand 1 more failure in the same words, in 2 checks")
     assert list(failures.in_short(alike, 2)) == [
@@ -205,7 +219,7 @@ def test_failures_that_read_alike() -> None:
 
 
 def test_the_clock_begins_with_the_first_check(tmp_path: Path) -> None:
-    """It is one clock in all processes. What it takes to import and to collect does not count."""
+    """All processes of a quick run share one clock. The time of imports and of the collection does not count."""
     first, second = quick.Clock(tmp_path / "clock"), quick.Clock(tmp_path / "clock")
     assert not list(tmp_path.iterdir())
     assert not first.is_over
@@ -214,7 +228,7 @@ def test_the_clock_begins_with_the_first_check(tmp_path: Path) -> None:
 
 
 def test_a_late_run_asks_each_layer(tmp_path: Path) -> None:
-    """When the time is over, one case of a few checks is left."""
+    """When the time is over, a quick run still takes one case of a few checks, in all layers that find most faults."""
     (tmp_path / "clock").write_text("0.0")
     clock = quick.Clock(tmp_path / "clock")
     assert clock.is_over
@@ -222,7 +236,7 @@ def test_a_late_run_asks_each_layer(tmp_path: Path) -> None:
     assert list(clock.limited([Case(), Case(seed=1)])) == [Case()]
     asked = [name for name in quick.CHECKS if not clock.leaves_out(name)]
     assert {name.partition("/")[0] for name in asked} >= {"accuracy", "gradients", "masks", "contract", "properties"}
-    assert any(not checks()[name].claims for name in asked if name.startswith("masks/"))  # of any kernel
+    assert any(not checks()[name].claims for name in asked if name.startswith("masks/"))  # one that needs no claim
 
 
 # ------------------------------------------------------------------------------------------------- places and names
@@ -230,17 +244,18 @@ def test_a_late_run_asks_each_layer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", ["flashproof", "pytest"])
 def test_a_report_that_cannot_be_written(project: Path, module: str) -> None:
-    """Is one line, before anything runs."""
+    """A report that cannot be written is an error of one line, before any check runs."""
     (project / "flashproof-report").write_text("")
     status, said = run(project, *(["--impl"] if module == "pytest" else []), "mine.py:right", module=module)
     assert status == 4, said
     assert said.strip() == (
-        "ERROR: --report: flashproof-report is no folder; give another place by --report or --records, or in [tool.flashproof] of pyproject.toml"
+        "ERROR: --report: flashproof-report is no folder; "
+        "give another place by --report or --records, or in [tool.flashproof] of pyproject.toml"
     )
 
 
 def test_git_passes_over_the_report(project: Path) -> None:
-    """Where flashproof made the folder itself. One that was there stays as it is."""
+    """Git ignores a report folder that flashproof created. A folder that existed before stays as it is."""
     words = ["mine.py:right", "--quick", "-k", "contract/answers or contract/changed_in_place"]  # without a report
     assert run(project, *words)[0] == 0
     ignored = project / "flashproof-report" / ".gitignore"
@@ -251,7 +266,10 @@ def test_git_passes_over_the_report(project: Path) -> None:
 
 
 def test_tests_of_the_project_run_where_paths_are_given(project: Path) -> None:
-    """They count for the status, and not for the verdict. Those elsewhere stay out."""
+    """The project's tests in these paths count for the exit status, but not for the verdict.
+
+    Its tests in other paths do not run.
+    """
     (project / "elsewhere.py").write_text("def test_never() -> None:\n    raise AssertionError\n")
     own = OWN_CHECK + "\n\ndef test_plain() -> None:\n    raise AssertionError('of the project')\n"
     (project / "test_own.py").write_text(own)
@@ -264,7 +282,7 @@ def test_tests_of_the_project_run_where_paths_are_given(project: Path) -> None:
 
 
 def test_a_check_of_the_projects_own_needs_a_target(project: Path) -> None:
-    """Without one it is skipped, with the reason. With one it is run."""
+    """Without a target, the check is skipped with a reason. With a target, it runs."""
     (project / "test_own.py").write_text(OWN_CHECK)
     status, said = run(project, "-rs", "-q", "test_own.py", module="pytest")
     assert status == 0
@@ -275,7 +293,7 @@ def test_a_check_of_the_projects_own_needs_a_target(project: Path) -> None:
 
 
 def test_names_of_checks_are_listed_as_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """For -k, and for a list of known defects."""
+    """The list shows the names of checks in the form that -k and a file of known defects take."""
     listing.show_checks()
     said = capsys.readouterr().out
     assert all(f"  {name}: " in said for name in checks())

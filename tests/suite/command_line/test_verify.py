@@ -1,4 +1,4 @@
-"""`flashproof.verify`: what it takes, what it answers, and that it leaves the caller's process as it was."""
+"""`flashproof.verify`: what it accepts, what it returns, and that it leaves the caller's process unchanged."""
 
 import os
 import signal
@@ -21,13 +21,13 @@ CASE = "b1 h1 q5 k5 d8 float32"
 
 
 def right(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention, as a textbook has it."""
+    """Computes textbook attention."""
     scores = query.float() @ key.float().transpose(-2, -1) / query.shape[-1] ** 0.5
     return (torch.softmax(scores, dim=-1) @ value.float()).to(query.dtype)
 
 
 def state() -> tuple[object, ...]:
-    """What a process shares."""
+    """Returns the global state of the process."""
     torch_state = torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype(), torch.initial_seed()
     python = dict(os.environ), list(sys.path), list(sys.meta_path), os.getcwd(), list(warnings.filters)
     streams = sys.stdout, sys.stderr, signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -35,7 +35,7 @@ def state() -> tuple[object, ...]:
 
 
 def test_a_function_is_verified(tmp_path: Path) -> None:
-    """It has a name that the command line takes. Records go where they are wanted."""
+    """A function of a module gets a name that the command line accepts. Records go to the file that was asked for."""
     records = tmp_path / "run.jsonl"
     result = flashproof.verify(right, cases=CASE, records=records)
     assert result.verified
@@ -50,7 +50,7 @@ def test_a_function_is_verified(tmp_path: Path) -> None:
 
 
 def test_a_closure_under_no_grad_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whatever mode the caller is in. The error shows the failure, and how to ask for it again."""
+    """The grad mode of the caller has no effect. The error shows the failure, and the call that repeats it."""
     monkeypatch.chdir(tmp_path)
     factor = 1.01
     with torch.no_grad():
@@ -66,17 +66,17 @@ def test_a_closure_under_no_grad_leaves_the_process_as_it_was(monkeypatch: pytes
 
 
 class Layer(torch.nn.Module):
-    """Attention with a parameter of its own."""
+    """A module of PyTorch that computes attention in 16 bit only."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Refuses what is not of 16 bit."""
+        """Refuses tensors in float32."""
         if query.dtype == torch.float32:
             raise NotImplementedError("16 bit only")
         return right(query, key, value)
 
 
 def test_a_module_that_refuses_the_case() -> None:
-    """Nothing of it was verified, and the result says why."""
+    """If the module refuses the only case, nothing is verified, and the result says why."""
     result = flashproof.verify(Layer(), cases=CASE)
     assert not result.verified
     assert not result.failures
@@ -96,7 +96,7 @@ def test_a_module_that_refuses_the_case() -> None:
     ids=["no-file", "no-case", "no-dtype", "no-function"],
 )
 def test_what_it_does_not_take(target: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
-    """The error says what the command line would say."""
+    """The error has the words of the command line."""
     with pytest.raises(error, match=words):
         flashproof.verify(target, **options)
 
@@ -112,7 +112,10 @@ def _elsewhere(way: str) -> Callable[..., dict[str, Any]]:
 
 @pytest.mark.parametrize("way", ["spawned", "here"])
 def test_where_a_process_cannot_be_forked(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """As beside a CUDA device: in a new process, or in this one, which stays as it was."""
+    """If this process cannot be forked, as with a CUDA device, the target runs in a new process or in this one.
+
+    In both cases this process stays as it was.
+    """
     monkeypatch.setattr(verification, "_forked", _elsewhere(way))
     before = state()
     result = flashproof.verify(right, cases=CASE)

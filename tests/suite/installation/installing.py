@@ -1,4 +1,4 @@
-"""Builds the wheel of this clone and installs it, with the dependencies that it declares and nothing else."""
+"""Builds the wheel of this clone and installs it with the dependencies that it declares, and no others."""
 
 import shutil
 import subprocess
@@ -15,7 +15,7 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__", "records", "runs", "site", "ben
 
 
 def build_wheel(folder: Path) -> Path:
-    """The wheel, built from a copy of the sources: a build leaves files behind."""
+    """Builds the wheel in a folder. It uses a copy of the sources, because a build leaves files behind."""
     for name in SOURCES:
         source, copy = ROOT / name, folder / "source" / name
         copy.parent.mkdir(exist_ok=True)
@@ -28,9 +28,10 @@ def build_wheel(folder: Path) -> Path:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """An environment that holds the wheel and its dependencies. Returns its Python.
+    """Creates an environment that contains the wheel and its dependencies. Returns the path of its Python.
 
-    The dependencies are links to those of this environment: what the wheel does not declare is not there.
+    The dependencies are links to the packages of this environment. A package that the wheel does not declare is not
+    there.
     """
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
@@ -46,12 +47,12 @@ def install(wheel: Path, folder: Path) -> Path:
 
 
 def site_packages(folder: Path) -> Path:
-    """Where an environment keeps its packages."""
+    """Returns the folder in which an environment keeps its packages."""
     return next((folder / "lib").glob("python*")) / "site-packages"
 
 
 def _closure(requirements: list[str]) -> set[str]:
-    """The names of all distributions that are needed, without extras."""
+    """Returns the names of all distributions that these requirements need, without the optional extras."""
     found: set[str] = set()
     front = [requirement for requirement in requirements if "extra ==" not in requirement]
     while front:

@@ -1,4 +1,4 @@
-"""flashproof as a package: in a repository of other people it gives the verdicts that this clone gives."""
+"""flashproof as an installed package: in a repository of others it gives the same verdicts as in this clone."""
 
 import re
 import subprocess
@@ -67,7 +67,8 @@ def test_accuracy(kernel):
     dq, dk, dv = torch.autograd.grad(out, leaves, dout)
     flashproof.assert_accurate(out, query, key, value, is_causal=True, dout=dout, dq=dq, dk=dk, dv=dv)
 """
-# A project with packages of the names that flashproof has, options of its own, and settings that would disturb checks.
+# A project whose packages have the names of flashproof's folders. It adds options of its own to pytest. Its settings
+# would change the behaviour of checks.
 UNFRIENDLY = {
     "pyproject.toml": """
 [tool.pytest.ini_options]
@@ -107,19 +108,19 @@ def double():
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment that holds flashproof and what it needs."""
+    """The Python of an environment that contains flashproof and its dependencies."""
     folder = tmp_path_factory.mktemp("installed")
     return install(build_wheel(folder), folder / "environment")
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """An unfriendly repository."""
+    """A repository with the files of `UNFRIENDLY`."""
     return write(tmp_path / "elsewhere", UNFRIENDLY)
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:
-    """Files in a folder."""
+    """Writes files into a folder. Returns the folder."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -127,19 +128,21 @@ def write(folder: Path, files: dict[str, str]) -> Path:
 
 
 def run(python: Path | str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """A Python command in a folder, in an environment that knows nothing of this run."""
+    """Runs a Python command in a folder, without the environment variables of this run."""
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([str(python), *words], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(
+        [str(python), *words], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
 
 
 def verdicts(records: Path) -> Counter[tuple[str, ...]]:
-    """What was judged: kernel, check, case, tensor and status."""
+    """Counts the judgements of a record file by kernel, check, case, tensor and status."""
     found = [record for record in read(records) if isinstance(record, Judgement)]
     return Counter((one.implementation, one.check, one.case, str(one.tensor), one.status) for one in found)
 
 
 def test_one_name_in_site_packages(installed: Path) -> None:
-    """What the wheel adds to an environment is called flashproof, and holds no test of the suite itself."""
+    """The wheel adds only the name `flashproof` to an environment. It contains no test of the suite itself."""
     site = site_packages(installed.parents[1])
     own = {path.name for path in site.iterdir() if not path.is_symlink()}
     assert {name for name in own if not name.endswith(".dist-info")} == {"flashproof"}
@@ -148,7 +151,7 @@ def test_one_name_in_site_packages(installed: Path) -> None:
 
 
 def test_the_same_verdicts_as_in_the_clone(installed: Path, repository: Path, tmp_path: Path) -> None:
-    """By pytest and by the command, in an environment and in the clone: the same checks, cases and verdicts."""
+    """The installed pytest plugin, the installed command and the clone give the same checks, cases and verdicts."""
     names = [f"mykernels.attn:{kernel}" for kernel in VERDICTS]
     narrow = [word for case in CASES for word in ("--case", case)]
     targets = [word for name in names for word in ("--impl", name)]
@@ -172,7 +175,7 @@ def test_the_same_verdicts_as_in_the_clone(installed: Path, repository: Path, tm
 
 
 def test_the_same_number_of_checks(installed: Path, repository: Path) -> None:
-    """All checks of the clone are in the package."""
+    """The package contains all checks of the clone."""
     collected = []
     for python in (installed, Path(sys.executable)):
         ended = run(python, repository, "-m", "pytest", "--impl=mykernels.attn:attention", "--collect-only", "-q")
@@ -183,7 +186,7 @@ def test_the_same_number_of_checks(installed: Path, repository: Path) -> None:
 
 
 def test_the_report_and_the_records_are_the_callers(installed: Path, repository: Path) -> None:
-    """They go into the caller's folder. A narrow run afterwards adds to the report of the wider one."""
+    """Report and records go into the caller's folder. A second run with another case adds to the report."""
     words = ["-m", "pytest", "--impl=mykernels.attn:attention", "-q", "-n0", "-p", "no:cacheprovider"]
     for case in CASES:
         ended = run(installed, repository, *words, "--case", case)
@@ -195,7 +198,7 @@ def test_the_report_and_the_records_are_the_callers(installed: Path, repository:
 
 
 def test_assert_accurate_in_a_test_of_theirs(installed: Path, repository: Path) -> None:
-    """The assertion accepts the right kernel, and rejects the one with 0.1 % on its scale with a failure in words."""
+    """The assertion accepts the right kernel. It rejects the kernel whose scale is 0.1 % too large, and says why."""
     (repository / "tests" / "check_accuracy.py").write_text(ASSERTION.replace("def test_", "def check_"))
     ended = run(installed, repository, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest")
     assert "1 failed, 2 passed" in ended.stdout, ended.stdout + ended.stderr
@@ -239,9 +242,14 @@ def test_warnings_stay_warnings():
 
 
 def test_an_unrelated_project_notices_nothing(installed: Path, tmp_path: Path) -> None:
-    """Its tests run in their order, with its own options, and neither PyTorch nor a module of the verifier is loaded."""
+    """The tests of an unrelated project run in their order and with the project's own options.
+
+    Neither PyTorch nor a module of the verifier is loaded.
+    """
     options = 'def pytest_addoption(parser):\n    for option in ("--device", "--case", "--search"):\n'
     files = {"conftest.py": f"{options}        parser.addoption(option)\n", "test_unrelated.py": UNRELATED}
     write(tmp_path, files)
-    ended = run(installed, tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "--device=tpu")
+    ended = run(
+        installed, tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "--device=tpu"
+    )
     assert "6 passed" in ended.stdout, ended.stdout + ended.stderr

@@ -1,6 +1,9 @@
-"""The suite put to the test: kernels made wrong on purpose, which it must reject, and right ones of other makes, which it must leave in peace.
+"""Tests of the suite itself: mutants, which it must reject, and variants, which must pass.
 
-faults/*.toml holds the wrong ones, as data: each a small patch of a real implementation, after a real fault. variants.py holds the right ones.
-`pytest tests/mutants` asks for each fault the one check that must reject it; `python -m flashproof.tests.suite.mutants`
-asks every check, and the rules in use elsewhere.
+A mutant is a kernel made wrong on purpose. faults/*.toml holds the mutants as data: each one is a small patch of a real
+implementation, modelled on a real fault. A variant is a right kernel made differently. variants.py and unusual.py hold
+the variants.
+
+`pytest tests/suite/mutants` runs the check that must reject each mutant.
+`python -m flashproof.tests.suite.mutants` also runs the other checks, and the rules that other projects use.
 """

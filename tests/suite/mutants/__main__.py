@@ -1,10 +1,12 @@
-"""`python -m flashproof.tests.suite.mutants` tries every mutant and every right kernel by every check and by the rules in
-use elsewhere. It writes records, and their page.
+"""`python -m flashproof.tests.suite.mutants` tries every mutant and every right kernel.
 
     python -m flashproof.tests.suite.mutants [NAME ...] [-o RECORDS] [-j PROCESSES] [--in-turn]
 
-The status is 0 if every mutant was rejected in a dtype that it names, by a check that it names, and no right kernel was; 1
-otherwise.
+It tries them by the checks of the suite and by the rules that other projects use, and writes records and their page.
+The checks that try a mutant stop at the first check that rejects it.
+
+The exit status is 0 if every mutant was rejected in a dtype that it names, by a check that it names, and if no right
+kernel was rejected. Otherwise it is 1.
 """
 
 import argparse
@@ -18,7 +20,8 @@ from pathlib import Path
 import torch
 from threadpoolctl import threadpool_limits
 
-import flashproof.impls.triton  # noqa: F401, interpreted, where there is no GPU: it is decided before Triton is imported
+# Without a GPU, this module selects Triton's interpreter. It must do so before Triton is imported.
+import flashproof.impls.triton  # noqa: F401
 from flashproof import registry
 from flashproof.cases import Case
 from flashproof.environment import environment, run_name
@@ -30,10 +33,12 @@ from flashproof.settings import Settings
 from flashproof.space import space_of
 from flashproof.tests.suite.mutants import mutant, rules, trial, variants
 
-KERNELS = ("tiled.fa1", "tiled.fa2", "tiled.block_sparse", "sdpa.math")  # right, and not ours alone: torch's SDPA on a CPU
-# A kernel that Triton's interpreter or the CPU twin runs is tried in one dtype, and by the rules on their own inputs alone. Memory is measured at two lengths.
+# Right kernels: three of this project, and torch's SDPA on a CPU.
+KERNELS = ("tiled.fa1", "tiled.fa2", "tiled.block_sparse", "sdpa.math")
+# Triton's interpreter or the CPU twin runs these kernels. Their mutants are tried in one dtype. The rules try them only
+# on the inputs of their own suites.
 SLOW = ("triton.", "cuda.")
-MEMORY_CASES = 2
+MEMORY_CASES = 2  # lengths at which the checks of memory measure
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Job:
     patched: mutant.Mutant | None = None
 
     def implementation(self) -> Implementation:
-        """What is tried."""
+        """Returns the implementation of the specimen, newly built or loaded."""
         if self.patched:
             return mutant.build(self.patched)
         if self.specimen.kind == "variant":
@@ -54,27 +59,48 @@ class Job:
 
 
 def jobs(run: str, names: Sequence[str], *, in_turn: bool = False) -> list[Job]:
-    """All that is to be tried, those together that share exact results. in_turn: each variant in one dtype.
+    """Returns everything that is to be tried, ordered so that neighbours share exact results.
 
-    Raises ValueError for a name that no specimen's holds.
+    names: parts of names of specimens; all specimens if empty. in_turn: tries each variant in one dtype.
+
+    Raises ValueError for a name that is part of no specimen's name.
     """
     found = []
     for one in mutant.every():
-        patch = "\n".join(f"{patch.file or mutant.source_of(one.of)}\n- {_indented(patch.old, '- ')}\n+ {_indented(patch.new, '+ ')}" for patch in one.patches)
-        about = {"fault": one.fault, "origin": one.origin, "says": one.says, "of": one.of, "check": one.check, "survives": one.survives}
+        patch = "\n".join(
+            f"{patch.file or mutant.source_of(one.of)}\n- {_indented(patch.old, '- ')}\n+ {_indented(patch.new, '+ ')}"
+            for patch in one.patches
+        )
+        about = {
+            "fault": one.fault,
+            "origin": one.origin,
+            "says": one.says,
+            "of": one.of,
+            "check": one.check,
+            "survives": one.survives,
+        }
         specimen = Specimen(run=run, name=one.name, kind="mutant", patch=patch, **about)
         of_mutant = one.dtypes[:1] if _is_slow(one.of) else one.dtypes
         found += [Job(specimen, dtype, one) for dtype in of_mutant]
     for number, variant in enumerate(variants.every()):
         dtypes = DTYPES[number % 3 :][:1] if in_turn else DTYPES
-        found += [Job(Specimen(run=run, name=variant.name, kind="variant", says=variant.says), dtype) for dtype in dtypes]
+        found += [
+            Job(Specimen(run=run, name=variant.name, kind="variant", says=variant.says), dtype) for dtype in dtypes
+        ]
     for name in KERNELS:
-        found += [Job(Specimen(run=run, name=name, kind="kernel", says=catalogue.load(name).summary), dtype) for dtype in DTYPES]
+        found += [
+            Job(Specimen(run=run, name=name, kind="kernel", says=catalogue.load(name).summary), dtype)
+            for dtype in DTYPES
+        ]
     for name in names:
         if not any(name in job.specimen.name for job in found):
-            raise ValueError(f"{name}: no specimen has this in its name{catalogue.close(name, {job.specimen.name for job in found})}")
+            raise ValueError(
+                f"{name}: no specimen has this in its name{catalogue.close(name, {job.specimen.name for job in found})}"
+            )
     chosen = [job for job in found if not names or any(name in job.specimen.name for name in names)]
-    return sorted(chosen, key=lambda job: (DTYPES.index(job.dtype), job.specimen.of or job.specimen.kind, job.specimen.name))
+    return sorted(
+        chosen, key=lambda job: (DTYPES.index(job.dtype), job.specimen.of or job.specimen.kind, job.specimen.name)
+    )
 
 
 def _is_slow(name: str) -> bool:
@@ -82,7 +108,7 @@ def _is_slow(name: str) -> bool:
 
 
 def _cases(check: registry.Check, job: Job, implementation: Implementation) -> list[Case]:
-    """The cases of a check that a specimen is tried on: all, but where that would take too long."""
+    """Returns the cases of a check that a specimen is tried on: all of them, or fewer if they would take too long."""
     cases = check.cases(implementation, job.dtype, space_of(implementation))
     return cases[:MEMORY_CASES] if check.name.startswith("memory/") else cases
 
@@ -92,18 +118,24 @@ def _indented(text: str, sign: str) -> str:
 
 
 def judges(run: str) -> list[Judge]:
-    """The checks in their order, then the rules."""
-    of_suite = [Judge(run=run, name=check.name, kind="check", says=(check.function.__doc__ or "").partition("\n")[0]) for check in registry.checks().values()]
+    """Returns the checks in their order, and then the rules."""
+    of_suite = [
+        Judge(run=run, name=check.name, kind="check", says=(check.function.__doc__ or "").partition("\n")[0])
+        for check in registry.checks().values()
+    ]
     of_others = [
-        Judge(run=run, name=rule.name, kind="rule", inputs=inputs, says=rule.says, source=rule.source) for inputs in ("theirs", "ours") for rule in rules.RULES
+        Judge(run=run, name=rule.name, kind="rule", inputs=inputs, says=rule.says, source=rule.source)
+        for inputs in ("theirs", "ours")
+        for rule in rules.RULES
     ]
     return of_suite + of_others
 
 
 def tried(job: Job) -> list[Trial]:
-    """What the judges say of a specimen. Its fault may be one of the process: it is loaded anew for each.
+    """Returns what the judges say of a specimen in one dtype.
 
-    A mutant is asked by the checks that it names, and then by all others, until one rejects it.
+    The specimen is loaded again for each check, because its fault may be in state that the process keeps. The checks
+    that a mutant names try it first, then all others, until one rejects it.
     """
     specimen, dtype = job.specimen, job.dtype
     found: list[Trial] = []
@@ -116,7 +148,15 @@ def tried(job: Job) -> list[Trial]:
         if outcome.verdict != "not claimed":
             rejected = outcome.verdict == "rejected"
             found.append(
-                Trial(run=specimen.run, specimen=specimen.name, judge=check.name, dtype=dtype, rejected=rejected, case=outcome.case, said=outcome.said)
+                Trial(
+                    run=specimen.run,
+                    specimen=specimen.name,
+                    judge=check.name,
+                    dtype=dtype,
+                    rejected=rejected,
+                    case=outcome.case,
+                    said=outcome.said,
+                )
             )
     plain = registry.checks()["gradients/backward"]
     ours = [] if _is_slow(specimen.of) else plain.cases(job.implementation(), dtype, space_of(job.implementation()))
@@ -126,13 +166,21 @@ def tried(job: Job) -> list[Trial]:
         rejections = rules.ask(job.implementation(), cases)
         for rule in rules.RULES:
             case, said = rejections.get(rule.name, ("", ""))
-            about = {"run": specimen.run, "specimen": specimen.name, "judge": rule.name, "inputs": inputs, "dtype": dtype}
-            found.append(Trial(**about, rejected=rule.name in rejections, case=str(case), said=said))  # type: ignore[arg-type]
+            about = {
+                "run": specimen.run,
+                "specimen": specimen.name,
+                "judge": rule.name,
+                "inputs": inputs,
+                "dtype": dtype,
+            }
+            found.append(
+                Trial(**about, rejected=rule.name in rejections, case=str(case), said=said),  # type: ignore[arg-type]
+            )
     return found
 
 
 def all_tried(work: list[Job], processes: int) -> Iterator[tuple[Job, list[Trial]]]:
-    """In this process, or in several."""
+    """Yields each job with its trials. They run in this process, or in several."""
     torch.set_num_threads(1)
     threadpool_limits(1, user_api="blas")
     if processes == 1:
@@ -144,7 +192,7 @@ def all_tried(work: list[Job], processes: int) -> Iterator[tuple[Job, list[Trial
 
 
 def wrong(job: Job, trials: list[Trial]) -> str | None:
-    """What the suite got wrong about a specimen, in words. trials: in all dtypes."""
+    """Returns what the suite got wrong about a specimen, in words; None for nothing. trials: those in all dtypes."""
     rejections = {one.judge: one for one in trials if one.rejected and one.judge in registry.checks()}
     if job.specimen.kind != "mutant":
         return "; ".join(f"false alarm of {name}: {one.case}: {one.said}" for name, one in rejections.items()) or None
@@ -157,10 +205,18 @@ def wrong(job: Job, trials: list[Trial]) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs, writes and says where."""
-    parser = argparse.ArgumentParser(prog="python -m flashproof.tests.suite.mutants", description=(__doc__ or "").partition("\n")[0])
+    """Runs the trials, writes the records and the report, and prints where they are."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flashproof.tests.suite.mutants", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="only specimens whose name holds this")
-    parser.add_argument("-o", "--output", type=Path, metavar="RECORDS", help="where the records go, instead of a file of its own in reports/runs")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="RECORDS",
+        help="where the records go, instead of a file of its own in reports/runs",
+    )
     parser.add_argument("-j", "--processes", type=int, default=1, metavar="PROCESSES", help="1 unless given")
     parser.add_argument("--in-turn", action="store_true", help="variants in one dtype each, which takes half as long")
     options = parser.parse_args(arguments)
@@ -175,7 +231,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = Settings.of(mutant.ROOT)
     path = options.output or settings.records / f"{run}.jsonl"
     started, faults = time.monotonic(), 0
-    command = " ".join(["python -m flashproof.tests.suite.mutants", *(sys.argv[1:] if arguments is None else arguments)])
+    command = " ".join(
+        ["python -m flashproof.tests.suite.mutants", *(sys.argv[1:] if arguments is None else arguments)]
+    )
     records: list[Record] = [environment(run, whole=False, command=command), *judges(run)]
     for record in records:
         append(path, record)

@@ -1,11 +1,15 @@
-"""Combination mutants: a right kernel that is wrong only where two or three properties of a call meet, or beyond a size.
+"""Combination mutants: kernels that are wrong only where two or three properties of a call meet, or beyond a size.
 
-They measure the cases of a run. A condition is drawn from the space at random, never from the array that a run takes of
-it: a point of the space is drawn, the kernel is called there, and some of the properties that the call shows become the
-condition. The properties are read off the call itself (tensors, keywords, state of the process), as kernels choose their
-code, and not off the case. A mutant is wrong at the point that it was drawn at; it is drawn anew if the bound excuses it.
+They measure how good the cases of a run are. A condition is drawn from the whole space of cases at random, and never
+from the covering array of a run. It is drawn in three steps: choose a point of the space, call the kernel there, and
+take some of the properties that the call shows.
 
-    python -m flashproof.tests.suite.mutants.combinations [-n COUNT] [--seed SEED] [-j PROCESSES] [-o RECORDS] [--thorough]
+The properties are read from the call itself (tensors, keywords, state of the process), and not from the case, because
+kernels choose their code in the same way. A mutant is wrong at the point where it was drawn. If its error there is
+inside the bound, another mutant is drawn.
+
+    python -m flashproof.tests.suite.mutants.combinations [-n COUNT] [--seed SEED] [-j PROCESSES] [-o RECORDS]
+        [--thorough]
 """
 
 import argparse
@@ -46,16 +50,16 @@ FAULTS: dict[Fault, str] = {
     "first head": "the last head has what belongs to the first",
 }
 SUPPORTS = replace(OWN_KERNELS, block_mask=True, deterministic=False, batch_invariant=False, linear_memory=False)
-Shows = dict[str, str]  # what a call shows: a level for each property
+Shows = dict[str, str]  # the properties that a call shows, each with its level
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A kernel that is wrong where a call shows all of these, or where a size is larger than a limit."""
+    """A kernel that is wrong where a call shows all these properties, or where a size is above a limit."""
 
     kind: Kind
     where: tuple[tuple[str, str], ...]  # properties and their levels
-    beyond: tuple[str, int] | None  # a size, and the limit
+    beyond: tuple[str, int] | None  # a size and its limit
     tensor: TensorName
     fault: Fault
 
@@ -65,17 +69,17 @@ class Mutant:
         return f"{self.tensor}: {FAULTS[self.fault]}, where {', '.join(conditions)}"
 
     def holds(self, shown: Shows, sizes: dict[str, int]) -> bool:
-        """Whether a call meets the condition."""
+        """Returns whether a call meets the condition."""
         if self.beyond and sizes[self.beyond[0]] <= self.beyond[1]:
             return False
         return all(shown.get(name) == level for name, level in self.where)
 
 
-# ------------------------------------------------------------------------------------------------------ what calls show
+# ------------------------------------------------------------------------------------------------- what calls show
 
 
 def _class(number: float, limits: tuple[float, ...]) -> str:
-    """The class of a number among limits, in words."""
+    """Returns the class of a number between ascending limits, in words."""
     below = [limit for limit in limits if number <= limit]
     return f"up to {below[0]:g}" if below else f"over {limits[-1]:g}"
 
@@ -121,7 +125,7 @@ def _scale(keywords: dict[str, Any]) -> str:
 
 
 def of_forward(tensors: tuple[Tensor, ...], keywords: dict[str, Any]) -> tuple[Shows, dict[str, int]]:
-    """What the forward of a call shows, and its sizes."""
+    """Returns the properties that the forward of a call shows, and the sizes of the call."""
     query, key, value = tensors
     (batch, heads, queries, dim), (_, kv_heads, keys, _) = query.shape, key.shape
     blocks = keywords.get("block_mask")
@@ -164,7 +168,7 @@ def of_forward(tensors: tuple[Tensor, ...], keywords: dict[str, Any]) -> tuple[S
 
 
 def sizes_of(batch: int, heads: int, kv_heads: int, queries: int, keys: int, dim: int) -> dict[str, int]:
-    """What a threshold may be a limit of."""
+    """Returns the sizes of a call for which a mutant may have a limit."""
     return {
         "queries": queries,
         "keys": keys,
@@ -177,7 +181,10 @@ def sizes_of(batch: int, heads: int, kv_heads: int, queries: int, keys: int, dim
 
 
 def of_backward(dout: Tensor, number: int, interleaved: bool) -> Shows:
-    """What a backward shows beside its forward."""
+    """Returns the properties that a backward shows in addition to those of its forward.
+
+    number: how many backwards this forward has had, with this one. interleaved: whether another forward came between.
+    """
     rows = dout.abs().sum(dim=-1)
     return {
         "layout of do": _layout(dout),
@@ -189,11 +196,11 @@ def of_backward(dout: Tensor, number: int, interleaved: bool) -> Shows:
     }
 
 
-# ------------------------------------------------------------------------------------------------------- the right kernel
+# ------------------------------------------------------------------------------------------------ the right kernel
 
 
 def _kept(query: Tensor, keys: int, keywords: dict[str, Any]) -> Tensor | None:
-    """What dropout multiplies the weights by."""
+    """Returns the factors by which dropout multiplies the weights; None without dropout."""
     p = keywords.get("dropout_p", 0.0)
     if not p:
         return None
@@ -216,10 +223,15 @@ def _visible(query: Tensor, keys: int, keywords: dict[str, Any]) -> Tensor | Non
 
 
 class _Eager(torch.autograd.Function):
-    """The textbook in float32 with FlashAttention's casts, and a fault where the mutant's condition holds."""
+    """Textbook attention in float32 with the casts of FlashAttention.
+
+    It has a fault where the condition of its mutant holds.
+    """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, keywords: dict[str, Any], spy: "Spy", about: Any) -> Any:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, keywords: dict[str, Any], spy: "Spy", about: Any
+    ) -> Any:
         shown, sizes = about
         spy.forwards += 1
         group = query.shape[1] // key.shape[1]
@@ -268,7 +280,7 @@ class _Eager(torch.autograd.Function):
 
 @dataclass
 class Spy:
-    """What a kernel remembers of its calls, and the fault that it has."""
+    """Remembers the calls of a kernel, and holds the fault of the kernel."""
 
     mutant: Mutant | None = None
     forwards: int = 0
@@ -276,12 +288,12 @@ class Spy:
     watches: bool = False
 
     def see(self, shown: Shows, sizes: dict[str, int]) -> None:
-        """Remembers what a call showed."""
+        """Remembers the properties and sizes of a call, if it watches."""
         if self.watches:
             self.seen.append((shown, sizes))
 
     def wrong(self, name: TensorName, tensor: Tensor, shown: Shows, sizes: dict[str, int]) -> Tensor:
-        """A tensor of the answer, with the fault where the call meets its condition."""
+        """Returns a tensor of the answer, with the fault if the call meets its condition."""
         mutant = self.mutant
         if mutant is None or mutant.tensor != name or not mutant.holds(shown, sizes):
             return tensor
@@ -303,7 +315,7 @@ class Spy:
 
 
 def kernel(spy: Spy) -> Implementation:
-    """The right kernel, with the fault that the spy has."""
+    """Returns the right kernel with the fault that the spy holds."""
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def call(query: Tensor, key: Tensor, value: Tensor, keywords: dict[str, Any]) -> Any:
@@ -320,11 +332,14 @@ def kernel(spy: Spy) -> Implementation:
 
 SPACE = space_of(kernel(Spy()))
 
-# --------------------------------------------------------------------------------------------------------------- drawing
+# --------------------------------------------------------------------------------------------------------- drawing
 
 
 def points(seed: str) -> Iterator[Case]:
-    """Random points of the space: for each factor any level that the levels before it leave."""
+    """Yields random points of the space.
+
+    The factors are taken in random order. Each factor gets a random level of those that the levels so far allow.
+    """
     space, chance = SPACE, random.Random(seed)
     while True:
         row = [OPEN] * len(FACTORS)
@@ -346,18 +361,21 @@ _LIMITS = {"queries": 4096, "keys": 4096, "heads": 64, "group": 24, "batch": 4, 
 
 
 def mutants(kind: Kind, count: int, seed: str) -> Iterator[tuple[Mutant, Case]]:
-    """So many mutants, each with the point that shows it."""
+    """Yields `count` mutants of a kind, each with a point where it is wrong."""
     chance, found = random.Random(f"{kind} {seed}"), 0
     for case in points(f"{kind} {seed}"):
         beyond: tuple[str, int] | None = None
         if kind == "threshold":
             beyond = chance.choice(list(_LIMITS)), 0
             beyond = beyond[0], int(math.exp(chance.uniform(0.0, math.log(_LIMITS[beyond[0]] + 1))))
-            if sizes_of(case.batch, case.heads, case.kv_heads, case.queries, case.keys, case.dim)[beyond[0]] <= beyond[1]:
+            if (
+                sizes_of(case.batch, case.heads, case.kv_heads, case.queries, case.keys, case.dim)[beyond[0]]
+                <= beyond[1]
+            ):
                 continue
         spy = Spy(watches=True)
         for _ in ways.computed(kernel(spy), case, "cpu", UNOBSERVED):
-            pass  # to see what the calls show
+            pass  # the spy remembers the calls
         tensor = chance.choice(["out", *(["lse"] if case.lse else []), *ways.wanted(case)])
         shown, _ = chance.choice([seen for seen in spy.seen if tensor in ("out", "lse") or "backward" in seen[0]])
         if tensor in ("out", "lse"):
@@ -372,12 +390,12 @@ def mutants(kind: Kind, count: int, seed: str) -> Iterator[tuple[Mutant, Case]]:
 
 
 def of_backward_names() -> tuple[str, ...]:
-    """What only a backward shows."""
+    """Returns the names of the properties that only a backward shows."""
     return ("layout of do", "address of do", "output gradient", "rows of do", "backward", "between")
 
 
 def _rejected(mutant: Mutant, case: Case) -> bool:
-    """Whether a mutant is wrong at a point."""
+    """Returns whether a mutant is judged wrong at a point."""
     implementation = kernel(Spy(mutant))
     for one in ways.computed(implementation, case, "cpu", UNOBSERVED):
         names = tuple(name for name in one.answer.tensors if name in ("out", "lse", *ways.wanted(one.case)))
@@ -388,12 +406,12 @@ def _rejected(mutant: Mutant, case: Case) -> bool:
     return False
 
 
-# ------------------------------------------------------------------------------------------------------------- measuring
+# ------------------------------------------------------------------------------------------------------- measuring
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A case of a check, and what the calls that it makes show."""
+    """A case of a check, with the properties and sizes of the calls that the check makes for it."""
 
     check: str
     case: Case
@@ -401,7 +419,7 @@ class Seen:
 
 
 def seen_by(check: Check, dtype: Dtype) -> list[Seen]:
-    """What the calls of a check show, for each of its cases."""
+    """Returns the properties and sizes of the calls of a check, for each of its cases."""
     found = []
     for case in check.cases(kernel(Spy()), dtype, SPACE):
         spy = Spy(watches=True)
@@ -411,7 +429,10 @@ def seen_by(check: Check, dtype: Dtype) -> list[Seen]:
 
 
 def rejected_by(mutant: Mutant, log: Sequence[Seen]) -> Seen | None:
-    """The first case of the checks that rejects a mutant. Only a case that meets its condition can."""
+    """Returns the first case whose check rejects a mutant; None if there is none.
+
+    Only cases with a call that meets the mutant's condition are tried, because no other case can reject it.
+    """
     for one in log:
         if not any(mutant.holds(*call) for call in one.calls):
             continue
@@ -422,7 +443,7 @@ def rejected_by(mutant: Mutant, log: Sequence[Seen]) -> Seen | None:
 
 @dataclass(frozen=True)
 class Result:
-    """A mutant, the point that it was drawn at, and the check and the case that reject it, if any do."""
+    """A mutant, the point where it was drawn, and the check and the case that reject it. These are empty if none do."""
 
     mutant: Mutant
     point: Case
@@ -430,8 +451,8 @@ class Result:
     case: str = ""
 
 
-PARTS = 10  # of the mutants of a kind, drawn by themselves
-_LOG: list[Seen] = []  # for the processes that judge, which are forks
+PARTS = 10  # the mutants of a kind are drawn in this many independent parts
+_LOG: list[Seen] = []  # the judging processes are forks, and so inherit it
 
 
 def _drawn(about: tuple[Kind, int, str]) -> list[Result]:
@@ -450,11 +471,13 @@ def _judged(result: Result) -> Result:
 
 
 def measured(count: int, seed: str, processes: int) -> list[Result]:
-    """So many mutants of each kind, drawn anew, and what the checks of a default run say of them."""
+    """Draws `count` mutants of each kind. Returns what the checks of a default run say of them."""
     context = multiprocessing.get_context("fork")
     work = [(name, dtype) for name in checks() if not name.startswith("memory/") for dtype in DTYPES]
-    assert SPACE.array  # made before the forks
-    parts = [(kind, len(range(part, count, PARTS)), f"{seed} {part}") for kind in get_args(Kind) for part in range(PARTS)]
+    assert SPACE.array  # computed here, before the forks, so that they share it
+    parts = [
+        (kind, len(range(part, count, PARTS)), f"{seed} {part}") for kind in get_args(Kind) for part in range(PARTS)
+    ]
     with context.Pool(processes) as pool:
         drawn = pool.map(_drawn, parts, chunksize=1)
         print("drawn", file=sys.stderr)
@@ -465,7 +488,7 @@ def measured(count: int, seed: str, processes: int) -> list[Result]:
 
 
 def _seen_in_passing(about: tuple[str, Case]) -> Seen:
-    """What the calls of a case of the array show. They are not judged."""
+    """Returns the properties and sizes of the calls of a case of the covering array, without judging the answers."""
     name, case = about
     spy = Spy(watches=True)
     for _ in ways.computed(kernel(spy), case, "cpu", UNOBSERVED):
@@ -474,11 +497,19 @@ def _seen_in_passing(about: tuple[str, Case]) -> Seen:
 
 
 def measured_thoroughly(results: Sequence[Result], processes: int) -> list[Result]:
-    """The same, where the array has every triple."""
+    """Judges the mutants that passed the default run by the checks on the covering array of a thorough run.
+
+    That array has every triple of levels. Returns the results of all mutants.
+    """
     space = space_of(kernel(Spy()), effort="thorough")
     of_array = [check for check in checks().values() if check.call]
     implementation = kernel(Spy())
-    work = [(check.name, case) for check in of_array for dtype in DTYPES for case in check.cases(implementation, dtype, space)]
+    work = [
+        (check.name, case)
+        for check in of_array
+        for dtype in DTYPES
+        for case in check.cases(implementation, dtype, space)
+    ]
     print(f"{len(work)} cases", file=sys.stderr)
     left = [one for one in results if not one.check]
     context = multiprocessing.get_context("fork")
@@ -491,7 +522,7 @@ def measured_thoroughly(results: Sequence[Result], processes: int) -> list[Resul
 
 
 def rows(results: Sequence[Result], run: str, suite: str) -> list[Combined]:
-    """How many were rejected, by kind, and of pairs and triples by property."""
+    """Counts how many mutants were rejected: by kind, and by each property that conditions contain."""
 
     def row(some: Sequence[Result], **about: str) -> Combined:
         return Combined(run=run, suite=suite, rejected=sum(bool(one.check) for one in some), tried=len(some), **about)
@@ -503,8 +534,10 @@ def rows(results: Sequence[Result], run: str, suite: str) -> list[Combined]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draws, judges, and prints the table and every mutant that passes."""
-    parser = argparse.ArgumentParser(prog="python -m flashproof.tests.suite.mutants.combinations", description="Combination mutants.")
+    """Draws and judges the mutants. Prints the figures and every mutant that passes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flashproof.tests.suite.mutants.combinations", description="Combination mutants."
+    )
     parser.add_argument("-n", "--count", type=int, default=300, help="mutants of each kind (300)")
     parser.add_argument("--seed", default="0", help="what they are drawn from (0)")
     parser.add_argument("-j", "--processes", type=int, default=1, help="1 unless given")
@@ -519,7 +552,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.thorough:
         found += _told(measured_thoroughly(results, options.processes), run, "thorough")
     if options.output:
-        command = " ".join(["python -m flashproof.tests.suite.mutants.combinations", *(sys.argv[1:] if arguments is None else arguments)])
+        command = " ".join(
+            [
+                "python -m flashproof.tests.suite.mutants.combinations",
+                *(sys.argv[1:] if arguments is None else arguments),
+            ]
+        )
         append(options.output, environment(run, whole=False, command=command))
         for record in found:
             append(options.output, record)
@@ -527,7 +565,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _told(results: Sequence[Result], run: str, suite: str) -> list[Combined]:
-    """Prints the figures, and every mutant that passes."""
+    """Prints the figures and every mutant that passes. Returns the figures."""
     print(f"checks: {suite}")
     for one in results:
         if not one.check:

@@ -1,7 +1,8 @@
-"""Mutants: real implementations with a small patch that makes them wrong, each after a real fault.
+"""Mutants: real implementations with a small patch that makes them wrong. Each one is modelled on a real fault.
 
-A mutant is data (faults/*.toml) and becomes an implementation by writing the patched source to a temporary copy of its folder and loading it from there:
-kernels are compiled from their files. It keeps every claim of what it patches.
+A mutant is data (faults/*.toml). It becomes an implementation in two steps: the patched source is written to a
+temporary copy of its folder, and then loaded from there, because kernels are compiled from their files. A mutant keeps
+every claim of the implementation that it patches.
 """
 
 import atexit
@@ -29,15 +30,16 @@ FAULTS = Path(__file__).parent / "faults"
 class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One replacement in one file."""
 
-    old: str  # stands in the file exactly once
+    old: str  # occurs in the file exactly once
     new: str
-    file: str = ""  # below the repository's root; "" for the implementation's own
+    file: str = ""  # relative to the repository's root; "" for the file of the implementation
 
 
 class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One wrong kernel: what it is, where its fault comes from, and which check must reject it.
 
-    A mutant with `survives` is not rejected by any check; the text says why, and the report shows it. It is not counted.
+    No check rejects a mutant with `survives`. The text of `survives` says why, and the report shows it. The mutant is
+    not counted.
     """
 
     name: str
@@ -45,17 +47,17 @@ class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     says: str  # the fault in one sentence
     of: str  # the implementation that it patches, by its name in the catalogue
     patches: list[Patch]
-    dtypes: list[Dtype]  # those in which it shows, the one that is tried first in front
-    check: str = ""  # that must reject it; "array": any check that draws its cases from the covering array
+    dtypes: list[Dtype]  # those in which the fault shows; the first one is tried first
+    check: str = ""  # the check that must reject it; "array": any check that takes its cases from the covering array
     survives: str = ""
-    fault: str = ""  # its class: the name of its file
+    fault: str = ""  # the class of the fault, which is the name of its file
 
 
 ARRAY = "array"
 
 
 def asked(mutant: Mutant) -> list[Check]:
-    """The checks of which one must reject it, the likeliest first."""
+    """Returns the checks of which one must reject a mutant, the most likely one first."""
     if mutant.check != ARRAY:
         return [checks()[mutant.check]]
     of_array = [check for check in checks().values() if check.call]
@@ -63,7 +65,10 @@ def asked(mutant: Mutant) -> list[Check]:
 
 
 def every() -> list[Mutant]:
-    """All mutants, by class of fault. Raises ValueError naming the file of an entry that is none, and a name that occurs twice."""
+    """Returns all mutants, ordered by the class of their fault.
+
+    Raises ValueError for an entry that is not a mutant, with the name of its file, and for a name that occurs twice.
+    """
     found: list[Mutant] = []
     for path in sorted(FAULTS.glob("*.toml")):
         try:
@@ -78,17 +83,21 @@ def every() -> list[Mutant]:
 
 
 def source_of(name: str) -> str:
-    """The file of an implementation of the catalogue, below the repository's root."""
+    """Returns the file of an implementation of the catalogue, relative to the repository's root."""
     return _path(CATALOGUE[name].partition(":")[0]) + ".py"
 
 
 def _path(module: str) -> str:
-    """The path of a module or package below the repository's root."""
+    """Returns the path of a module or package without suffix, relative to the repository's root."""
     return module.removeprefix("flashproof.").replace(".", "/")
 
 
 def patched(mutant: Mutant) -> dict[str, str]:
-    """The patched files, by their path below the root. Raises ValueError naming the mutant where a text does not stand exactly once."""
+    """Returns the texts of the patched files, by their path relative to the repository's root.
+
+    Raises ValueError, with the name of the mutant, if an old text does not occur exactly once or if a patch changes
+    nothing.
+    """
     files: dict[str, str] = {}
     for patch in mutant.patches:
         file = patch.file or source_of(mutant.of)
@@ -103,14 +112,17 @@ def patched(mutant: Mutant) -> dict[str, str]:
 
 @cache
 def _workshop() -> Path:
-    """Where patched sources live as long as this process does."""
+    """Creates a folder for patched sources, which is removed at the end of this process."""
     path = Path(tempfile.mkdtemp(prefix="flashproof-mutants-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
 
 
 def build(mutant: Mutant) -> Implementation:
-    """The mutant as an implementation, loaded from patched sources. Raises ValueError where a patch does not fit."""
+    """Returns a mutant as an implementation, loaded from patched sources.
+
+    Raises ValueError if a patch does not fit its file, or if the file lies outside the implementation's folder.
+    """
     files = patched(mutant)
     module, _, attribute = CATALOGUE[mutant.of].partition(":")
     package = module.rpartition(".")[0]
@@ -123,7 +135,8 @@ def build(mutant: Mutant) -> Implementation:
         if path.parent != Path(_path(package)):
             raise ValueError(f"{mutant.name}: {file} lies outside the folder of {mutant.of}")
         (folder / path.name).write_text(text)
-    # torch keeps one operator of a name: those of a mutant have a name space of their own, or they would take the place of the real ones.
+    # torch keeps only one operator of each name. So the operators of a mutant get a namespace of their own. Otherwise
+    # they would replace the real ones.
     for path in folder.glob("*.py"):
         path.write_text(path.read_text().replace('"flashproof::', f'"flashproof_{mutant.name.replace("-", "_")}::'))
     with _package_at(package, folder):
@@ -133,13 +146,16 @@ def build(mutant: Mutant) -> Implementation:
 
 @contextmanager
 def _package_at(name: str, folder: Path) -> Iterator[None]:
-    """Inside, the package's modules are loaded afresh, from another folder; afterwards everything is as it was."""
+    """While this is open, the modules of a package are loaded again, from another folder.
+
+    Afterwards everything is as it was.
+    """
     package = importlib.import_module(name)
     path, attributes = list(package.__path__), dict(vars(package))
     loaded = {key: module for key, module in sys.modules.items() if key.startswith(f"{name}.")}
     for key in loaded:
         del sys.modules[key]
-        vars(package).pop(key.rpartition(".")[2], None)  # `from package import module` looks here first
+        vars(package).pop(key.rpartition(".")[2], None)  # `from package import module` looks up this attribute first
     package.__path__[:] = [str(folder)]
     importlib.invalidate_caches()
     try:

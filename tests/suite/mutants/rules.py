@@ -1,6 +1,7 @@
-"""The rules that attention kernels are tested by elsewhere, for comparison: each with its source, its constants and its own references.
+"""The rules by which other projects test attention kernels, for comparison.
 
-Written from what the sources do. These are tolerances of others, which is why they stand outside `oracles/bounds.py`: nothing here judges a kernel of ours.
+Each rule has its source, its constants and its own references. The rules are written from what their sources do. Their
+tolerances do not belong in `oracles/bounds.py`, because no verdict about a kernel of this project depends on them.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,10 @@ from flashproof.tensors import inputs
 
 @dataclass(frozen=True, eq=False)
 class Compared:
-    """One tensor of one case: what a kernel answered, the exact result, and what eager attention in the kernel's own dtype makes of it."""
+    """One tensor of one case: the answer of a kernel, the exact result, and the answer of eager attention.
+
+    Eager attention computes in the kernel's own dtype.
+    """
 
     name: TensorName
     actual: Tensor
@@ -29,13 +33,13 @@ class Compared:
 
     @property
     def reference(self) -> Tensor:
-        """The exact result in the kernel's dtype."""
+        """The exact result, rounded to the kernel's dtype."""
         return self.exact.to(self.actual.dtype)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: whether it accepts a tensor, and which tensors it looks at."""
+    """One rule: a function that says whether it accepts a tensor, and the tensors that the rule compares."""
 
     name: str
     says: str
@@ -49,7 +53,7 @@ def _close(actual: Tensor, expected: Tensor, atol: float, rtol: float) -> bool:
 
 
 def _largest(actual: Tensor, expected: Tensor) -> float:
-    """The largest error; NaN if there is one."""
+    """Returns the largest error, or NaN if any element is NaN."""
     return float((actual.double() - expected.double()).abs().max())
 
 
@@ -99,7 +103,12 @@ def _three_of_flashmla(it: Compared) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("allclose 1e-2", "within 1e-2 of the reference, element by element", "Triton, tutorial 06 (fused attention): atol=1e-2, rtol=0", _within_a_hundredth),
+    Rule(
+        "allclose 1e-2",
+        "within 1e-2 of the reference, element by element",
+        "Triton, tutorial 06 (fused attention): atol=1e-2, rtol=0",
+        _within_a_hundredth,
+    ),
     Rule(
         "twice eager",
         "the largest error is at most twice that of eager attention in the same dtype",
@@ -118,7 +127,12 @@ RULES: tuple[Rule, ...] = (
         "PyTorch since 2.5, test/test_transformers.py, check_out_and_grad",
         _newer_sdpa,
     ),
-    Rule("assert_close", "rtol 1.3e-6, 1e-3 or 1.6e-2 by dtype, atol 1e-5", "torch.testing.assert_close with its defaults", _assert_close),
+    Rule(
+        "assert_close",
+        "rtol 1.3e-6, 1e-3 or 1.6e-2 by dtype, atol 1e-5",
+        "torch.testing.assert_close with its defaults",
+        _assert_close,
+    ),
     Rule(
         "FlashMLA",
         "absolute or relative error small, and cosine distance at most 5e-6 or 7e-6; LSE too",
@@ -128,7 +142,7 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-# Ordinary inputs of the shapes that such suites use.
+# Inputs with the shapes that such suites use.
 _THEIRS = """
 b2 h4 q128 k128 d64
 b2 h4 q128 k128 d64 causal
@@ -142,19 +156,27 @@ b1 h2 q128 k128 d64 dropout0.17
 
 
 def their_inputs(dtype: Dtype, device: Device) -> list[Case]:
-    """Standard normal inputs of a few shapes, forward and gradients: what the suites of these rules run."""
+    """Returns cases with standard normal inputs of a few shapes, for output and gradients.
+
+    The suites of these rules run such inputs.
+    """
     return [Case.parse(f"{line} {dtype}") for line in _THEIRS.split("\n") if line]
 
 
 @lru_cache(maxsize=512)
 def references(case: Case) -> tuple[Attention, dict[TensorName, Tensor]]:
-    """The exact result in float64, and eager attention in the case's own dtype, differentiated by autograd."""
+    """Returns the exact result in float64, and the answer of eager attention in the dtype of the case.
+
+    Autograd computes the gradients of eager attention.
+    """
     given = inputs(case)
     problem = given.problem(case)
     query, key, value = (tensor.detach().clone().requires_grad_() for tensor in (given.query, given.key, given.value))
     rows, groups = torch.arange(case.queries), case.heads // case.kv_heads
     every = [(b, h) for b in range(case.batch) for h in range(case.heads)]
-    visible = torch.stack([problem.mask.visible(b, h, rows) for b, h in every]).view(case.batch, case.heads, case.queries, case.keys)
+    visible = torch.stack([problem.mask.visible(b, h, rows) for b, h in every]).view(
+        case.batch, case.heads, case.queries, case.keys
+    )
     scores = (query @ key.repeat_interleave(groups, dim=1).transpose(2, 3)) * problem.scale
     weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=3).masked_fill(~visible, 0.0)
     lse = torch.logsumexp(scores.masked_fill(~visible, -torch.inf).float(), dim=3)
@@ -167,7 +189,10 @@ def references(case: Case) -> tuple[Attention, dict[TensorName, Tensor]]:
 
 
 def ask(implementation: Implementation, cases: list[Case]) -> dict[str, tuple[Case, str]]:
-    """The rules that reject an implementation on any of the cases, with the first case and tensor. What raises is rejected by all."""
+    """Returns the rules that reject an implementation on any of the cases, each with the first case and tensor.
+
+    If the implementation raises an exception, all rules reject it. A case that it refuses does not count.
+    """
     rejected: dict[str, tuple[Case, str]] = {}
     for case in cases:
         if not_claimed(case, implementation.supports) is not None:
@@ -181,7 +206,11 @@ def ask(implementation: Implementation, cases: list[Case]) -> dict[str, tuple[Ca
         exact, eager = references(case)
         for rule in RULES:
             for name in rule.tensors:
-                if rule.name not in rejected and name in answer and not rule.accepts(Compared(name, answer[name], getattr(exact, name), eager[name])):
+                if (
+                    rule.name not in rejected
+                    and name in answer
+                    and not rule.accepts(Compared(name, answer[name], getattr(exact, name), eager[name]))
+                ):
                     rejected[rule.name] = (case, name)
         if len(rejected) == len(RULES):
             break

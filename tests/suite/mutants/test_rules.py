@@ -1,4 +1,4 @@
-"""The rules in use elsewhere do what their sources do: known verdicts of known errors."""
+"""The rules of other projects do what their sources do: they give known verdicts for known errors."""
 
 import pytest
 import torch
@@ -16,7 +16,10 @@ EAGER = EXACT.to(torch.float16) + 0.001
 
 
 def accepts(rule: str, error: float, name: TensorName = "out") -> bool:
-    """Whether a rule takes a float16 tensor that is off by so much everywhere, where eager is off by about 0.001."""
+    """Returns whether a rule accepts a float16 tensor that has the same error in every element.
+
+    The error of eager attention is about 0.001.
+    """
     return BY_NAME[rule].accepts(Compared(name, (EXACT + error).to(torch.float16), EXACT, EAGER))
 
 
@@ -31,13 +34,18 @@ def accepts(rule: str, error: float, name: TensorName = "out") -> bool:
         ("FlashMLA", "out", 0.0008, 0.03),
     ],
 )
-def test_a_rule_parts_small_errors_from_large_ones(rule: str, name: TensorName, largest: float, too_large: float) -> None:
+def test_a_rule_parts_small_errors_from_large_ones(
+    rule: str, name: TensorName, largest: float, too_large: float
+) -> None:
     assert accepts(rule, largest, name)
     assert not accepts(rule, too_large, name)
 
 
 def test_the_older_rule_accepts_a_gradient_of_zero() -> None:
-    """Its rtol is eager's largest relative error: beyond 1 where an element is close to 0."""
+    """The rtol of this rule is a multiple of the largest relative error of eager attention.
+
+    It exceeds 1 if an element is close to 0.
+    """
     exact = torch.tensor([1.0, -1.0, 1e-6, 0.5], dtype=torch.float64)
     eager = (exact + 1e-5).to(torch.float32)
     assert BY_NAME["SDPA, older"].accepts(Compared("dq", torch.zeros(4), exact, eager))
@@ -52,7 +60,7 @@ def test_nan_is_accepted_by_none(rule: rules.Rule) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_eager_is_attention(dtype: Dtype) -> None:
-    """The reference of the rules is inside a hundredth of the exact result, masks, dropout and gradients included."""
+    """The reference of the rules is close to the exact result, also with masks, with dropout and in the gradients."""
     for line in ("b1 h4/2 q20 k33 d32 causal-br", "b1 h2 q33 k20 d32 causal-br dropout0.3", "b2 h1 q20 k20 d16 causal"):
         exact, eager = rules.references(Case.parse(f"{line} {dtype}"))
         for name, tensor in eager.items():

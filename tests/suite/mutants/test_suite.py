@@ -1,4 +1,4 @@
-"""The tests of the suite as a whole: what the mutants cover, what the last full run found, and that no file but one holds a tolerance."""
+"""Tests of the suite as a whole: what the mutants cover, what the last full run found, and where tolerances stand."""
 
 import ast
 import re
@@ -11,14 +11,18 @@ from flashproof.reports.evidence import Mutation, gather
 from flashproof.tests.suite.mutants import __main__, mutant
 from flashproof.tests.suite.mutants.mutant import ROOT
 
-# The ids of BUGS.md, and why some have no mutant here.
-IDS = {f"{letter}{number}" for letter, count in zip("ABCDEFGHIJKL", (3, 3, 4, 5, 5, 2, 5, 3, 1, 1, 1, 1), strict=True) for number in range(1, count + 1)}
+# The ids of all faults in BUGS.md, and the reasons why some of these faults have no mutant here.
+IDS = {
+    f"{letter}{number}"
+    for letter, count in zip("ABCDEFGHIJKL", (3, 3, 4, 5, 5, 2, 5, 3, 1, 1, 1, 1), strict=True)
+    for number in range(1, count + 1)
+}
 NOT_OF_A_DENSE_KERNEL = {
     "D5": "a fault of a verifier that shares the kernel's mask; the oracles share none",
     "I1": "offsets beyond 2^31 elements: no case of a CPU grid is that far",
     "K1": "a fault of the checker: tests/oracles and this directory are the negative controls",
 }
-# Checks that no mutant names, with the reason.
+# Checks that no mutant names, each with the reason.
 NOT_NAMED = {
     "contract/stream": "of a GPU",
     "masks/hidden_nan_changes_nothing": "claimed by no implementation that a mutant patches",
@@ -45,11 +49,14 @@ def test_a_name_that_no_specimen_has(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as ended:
         __main__.main(["lazy-rescale-beyond-flot16"])
     assert ended.value.code == 2
-    assert "lazy-rescale-beyond-flot16: no specimen has this in its name; close: lazy-rescale-beyond-float16" in capsys.readouterr().err
+    assert (
+        "lazy-rescale-beyond-flot16: no specimen has this in its name; close: lazy-rescale-beyond-float16"
+        in capsys.readouterr().err
+    )
 
 
 def last_run() -> Mutation:
-    """What the last full run found, as the report shows it."""
+    """Returns what the last full run found. Skips the test if no full run is committed."""
     if not RECORDS.exists():
         pytest.skip("Kill matrix: no full run is committed; `python -m flashproof.tests.suite.mutants` makes one")
     mutation = gather([RECORDS]).mutation
@@ -58,12 +65,17 @@ def last_run() -> Mutation:
 
 
 def test_the_last_full_run_is_of_these_mutants_and_checks() -> None:
-    """`python -m flashproof.tests.suite.mutants` makes it anew."""
+    """`python -m flashproof.tests.suite.mutants` makes a new full run."""
     run = last_run()
     judges = {judge.name for judge in run.judges if judge.kind == "check"}
     if lacking := set(registry.checks()) - judges:
-        pytest.skip(f"Kill matrix: the last full run is older than {', '.join(sorted(lacking))}; `python -m flashproof.tests.suite.mutants` makes one")
-    assert {specimen.name for specimen in run.specimens if specimen.kind == "mutant"} == {one.name for one in mutant.every()}
+        pytest.skip(
+            f"Kill matrix: the last full run is older than {', '.join(sorted(lacking))}; "
+            "`python -m flashproof.tests.suite.mutants` makes one"
+        )
+    assert {specimen.name for specimen in run.specimens if specimen.kind == "mutant"} == {
+        one.name for one in mutant.every()
+    }
 
 
 def test_every_check_is_named_by_a_mutant() -> None:
@@ -83,19 +95,22 @@ def test_the_readme_tells_of_the_last_full_run() -> None:
     suite, _, rules = tables.scores(run, tables.rows(run))
     told = [rule.told for rule in rules if rule.judge and rule.judge.inputs == "theirs"]
     text = " ".join((ROOT / "README.md").read_text().split())
-    assert f"rejected {suite.killed} of {suite.mutants} mutants and {len(suite.alarms)} of {suite.right} right kernels" in text
+    assert (
+        f"rejected {suite.killed} of {suite.mutants} mutants and {len(suite.alarms)} of {suite.right} right kernels"
+        in text
+    )
     assert f"told {min(told)} to {max(told)} of the mutants" in text
 
 
-# ------------------------------------------------------------------------------------------------------------------ tolerances
+# ------------------------------------------------------------------------------------------------------ tolerances
 
-# Files that may hold numbers that look like tolerances, with the reason.
+# Files that may contain tolerances, each with the reason.
 MAY = {
     "oracles/bounds.py": "the one place for them",
     "tests/suite/mutants/rules.py": "the rules of others, which are themselves on trial",
     "tests/suite/mutants/test_rules.py": "their known verdicts",
 }
-# Lines that compare something else.
+# Files in which numbers look like tolerances but are not, each with what they compare.
 OTHER: dict[str, str] = {
     "flashproof/questions.py": "whether two scales are the same question",
     "reports/wording.py": "how many digits a figure is shown with",
@@ -107,12 +122,18 @@ CALLS = {"allclose", "isclose", "assert_close", "approx", "assert_allclose"}
 
 
 def tolerances(source: str) -> list[str]:
-    """What looks like a tolerance: a keyword like atol with a number, a call of allclose and its kin, an error compared with a number between 0 and 0.5."""
+    """Returns everything in a source text that looks like a tolerance.
+
+    Three things do: a keyword such as `atol` with a constant, a call of `allclose` or a similar function, and a
+    comparison with a float constant whose magnitude is between 0 and 0.5.
+    """
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if name in CALLS or any(word.arg in KEYWORDS and isinstance(word.value, ast.Constant) for word in node.keywords):
+            if name in CALLS or any(
+                word.arg in KEYWORDS and isinstance(word.value, ast.Constant) for word in node.keywords
+            ):
                 found.append(f"line {node.lineno}: {ast.unparse(node)[:100]}")
         if isinstance(node, ast.Compare):
             for side in (node.left, *node.comparators):
@@ -122,12 +143,23 @@ def tolerances(source: str) -> list[str]:
 
 
 def test_no_tolerance_stands_outside_the_bounds() -> None:
-    files = [path for folder in ("flashproof", "oracles", "impls", "tests", "reports") for path in sorted((ROOT / folder).rglob("*.py"))]
-    found = {str(path.relative_to(ROOT)): tolerances(path.read_text()) for path in files if str(path.relative_to(ROOT)) not in MAY | OTHER}
+    files = [
+        path
+        for folder in ("flashproof", "oracles", "impls", "tests", "reports")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    found = {
+        str(path.relative_to(ROOT)): tolerances(path.read_text())
+        for path in files
+        if str(path.relative_to(ROOT)) not in MAY | OTHER
+    }
     assert not {file: lines for file, lines in found.items() if lines}
 
 
-@pytest.mark.parametrize("line", ["torch.allclose(a, b)", "check(x, atol=1e-2)", "assert error < 1e-3", "assert 0.01 > error", "pytest.approx(3.0)"])
+@pytest.mark.parametrize(
+    "line",
+    ["torch.allclose(a, b)", "check(x, atol=1e-2)", "assert error < 1e-3", "assert 0.01 > error", "pytest.approx(3.0)"],
+)
 def test_the_scan_sees(line: str) -> None:
     assert tolerances(line)
 

@@ -1,4 +1,4 @@
-"""Kernels that are right, of other makes, are left in peace."""
+"""The variants, right kernels made differently, pass the checks."""
 
 import pytest
 
@@ -13,7 +13,11 @@ NAMES = [variant.name for variant in variants.every()]
 
 @pytest.mark.parametrize("variant", variants.every(), ids=NAMES)
 def test_variant_passes(variant: Variant) -> None:
-    """In one dtype each, in turn; `python -m flashproof.tests.suite.mutants` tries all three by all checks."""
+    """Each variant passes some checks in one dtype.
+
+    The first third of the variants takes the first dtype, and so on. `python -m flashproof.tests.suite.mutants` tries
+    all three dtypes and all checks.
+    """
     dtype: Dtype = DTYPES[NAMES.index(variant.name) * 3 // len(NAMES)]
     for name in CHECKS:
         outcome = trial.ask(registry.checks()[name], variant.implementation, dtype)

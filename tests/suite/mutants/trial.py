@@ -1,4 +1,4 @@
-"""Trials: a check of the suite, run on an implementation in this process and stopped at its first failure."""
+"""Trials: a trial runs a check of the suite on an implementation in this process and stops at the first failure."""
 
 import inspect
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ Verdict = Literal["accepted", "rejected", "not claimed"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a judge said of an implementation: its verdict and, where it rejected, on which case and why."""
+    """The verdict of a judge about an implementation. If the judge rejected it, also the case and the reason."""
 
     verdict: Verdict
     case: str = ""
@@ -39,7 +39,7 @@ class Rejected(Exception):
 
 
 def _reason(judgement: Judgement) -> str:
-    """A failure in one line."""
+    """Returns the reason of a failure in one line."""
     worst = worst_rho(judgement)
     if size(worst) > 1.0:
         return f"{judgement.tensor} rho {rho(worst)}"
@@ -50,30 +50,42 @@ def _reason(judgement: Judgement) -> str:
 
 
 def _stop_at_failure(record: Record) -> None:
-    """What a trial's records go to."""
+    """Takes the records of a trial. Ends the trial at the first failure."""
     if isinstance(record, Judgement) and record.status == "failed":
         raise Rejected(record)
 
 
 class _Unrecorded:
-    """Stands in for the recorder of checks that measure."""
+    """Replaces the recorder in checks that measure."""
 
     run = ""
 
     def add(self, record: Record) -> None:
-        """Forgets it."""
+        """Discards the record."""
 
 
-SEARCH = (hypothesis.Phase.generate, hypothesis.Phase.target)  # the cases of the suite's search, without looking for the smallest one that fails
+# A trial searches the same cases as the suite, but does not shrink a failing one.
+SEARCH = (hypothesis.Phase.generate, hypothesis.Phase.target)
 
 
 def ask(check: Check, implementation: Implementation, dtype: Dtype, cases: Sequence[Case] | None = None) -> Outcome:
-    """Runs one check on one implementation, over the check's grid or over some cases of it, up to the first failure."""
+    """Runs one check on one implementation up to the first failure.
+
+    cases: those that the check runs; all cases of its grid if None.
+    """
     space = space_of(implementation)
     chosen = check.cases(implementation, dtype, space) if cases is None else list(cases)
     if not chosen:
         return Outcome("not claimed")
-    about: dict[str, Any] = {"implementation": implementation, "dtype": dtype, "device": "cpu", "check": check.name, "space": space, "cases": chosen, "run": ""}
+    about: dict[str, Any] = {
+        "implementation": implementation,
+        "dtype": dtype,
+        "device": "cpu",
+        "check": check.name,
+        "space": space,
+        "cases": chosen,
+        "run": "",
+    }
     subject = Subject(**about, emit=_stop_at_failure, explains=False)
     needed = inspect.signature(check.function).parameters
     arguments = {"subject": subject} | ({"recorder": _Unrecorded()} if "recorder" in needed else {})

@@ -1,4 +1,4 @@
-"""Right kernels of unusual arithmetic: as right as `variants`, and made in ways that are seldom seen."""
+"""More variants: kernels that are as right as those of `variants`, with unusual arithmetic."""
 
 import math
 
@@ -24,7 +24,7 @@ def compensated_sum(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: flo
 
 
 def _exponential(x: Tensor) -> Tensor:
-    """2^n times a polynomial of degree 7 on [-log(2) / 2, log(2) / 2]."""
+    """Computes exp(x) as 2^n times a polynomial of degree 7 on [-log(2) / 2, log(2) / 2]."""
     x = x.clamp(min=-200.0)
     power = torch.round(x * (1.0 / math.log(2.0)))
     rest = (x - power * 0.693359375) - power * -2.12194440e-4  # log 2 in two parts (Cody and Waite)
@@ -57,7 +57,9 @@ def merged_as_a_tree(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: fl
     parts = [online(q, k, v, visible, scale, [tile]) for tile in tiles(len(k), 32)]
     while len(parts) > 1:
         merged = []
-        for (acc, maximum, total), (other_acc, other_maximum, other_total) in zip(parts[::2], parts[1::2], strict=False):
+        for (acc, maximum, total), (other_acc, other_maximum, other_total) in zip(
+            parts[::2], parts[1::2], strict=False
+        ):
             highest = torch.maximum(maximum, other_maximum)
             near = torch.where(highest == -math.inf, 0.0, highest)
             own, other = (torch.exp((each - near) * scale) for each in (maximum, other_maximum))
@@ -69,7 +71,7 @@ def merged_as_a_tree(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: fl
 def _backward_of_weights(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, visible: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Delta is the sum of P o dP along a row, not that of dO o O."""
+    """Computes the backward with delta as the sum of P o dP over a row, instead of the sum of dO o O."""
     weights = torch.exp(scale * (q.float() @ k.float().T) - lse[:, None]).masked_fill(~visible, 0.0)
     dweights = dout.float() @ v.float().T
     delta = (weights * dweights).sum(dim=1, keepdim=True) / weights.sum(dim=1, keepdim=True)
@@ -85,7 +87,7 @@ def delta_of_weights(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: fl
 def _backward_in_two_sums(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, visible: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dK and dV of the even queries and of the odd ones, added at the end."""
+    """Computes dK and dV separately for the even and for the odd queries, and adds the two at the end."""
     dq = torch.zeros(q.shape, dtype=torch.float32)
     dk, dv = torch.zeros(k.shape, dtype=torch.float32), torch.zeros(v.shape, dtype=torch.float32)
     for part in (slice(0, None, 2), slice(1, None, 2)):

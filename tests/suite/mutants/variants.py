@@ -1,7 +1,8 @@
-"""Variants: attention that is right, made in other ways than the project's own, as a stranger would write it. The suite must leave every one in peace.
+"""Variants: right kernels that are made differently from the project's own. Every variant must pass.
 
-Each is the textbook with one thing done differently; what it claims is what it does. Scores, sums and products are float32, weights are cast to the inputs'
-dtype where nothing else is said, gradients are summed in float32 and rounded once.
+Each variant is textbook attention with one thing done differently, and its claim describes what it does. Unless a
+variant says otherwise, scores, sums and products are in float32, and weights are cast to the dtype of the inputs.
+Gradients are summed in float32 and rounded once.
 """
 
 import math
@@ -18,12 +19,16 @@ from flashproof.impls.spec import Arithmetic, Device, Dtype, Implementation, Sup
 SUPPORTS = Supports(causal=("top_left",), scale="positive", grouped_heads=True, cross_lengths=True, strided=True)
 
 Forward = Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-"""q [queries, dim], k and v [keys, dim] in the inputs' dtype, visible [queries, keys], scale -> out and lse in float32."""
+"""Computes one head: q, k, v, visible, scale -> out, lse.
+
+q is [queries, dim], k and v are [keys, dim], in the dtype of the inputs. visible is a boolean [queries, keys]. out
+[queries, dim] and lse [queries] are in float32.
+"""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A right kernel, and in what it differs."""
+    """A right kernel, and the words that say how it differs from the textbook."""
 
     name: str
     says: str
@@ -34,8 +39,8 @@ _every: list[Variant] = []
 
 
 def every() -> Sequence[Variant]:
-    """All of them, those of unusual arithmetic too."""
-    from flashproof.tests.suite.mutants import unusual  # adds its own
+    """Returns all variants, including those of `unusual`."""
+    from flashproof.tests.suite.mutants import unusual  # the import adds its variants to the list
 
     assert unusual
     return tuple(_every)
@@ -46,18 +51,26 @@ def _arithmetic(**claims: Any) -> Callable[[Dtype, Device], Arithmetic]:
 
 
 def _by_heads(device: Device) -> Literal["tile"]:
-    """Each head is a loop in Python: 65,536 of them are too many."""
+    """Returns "tile": a variant is slow, because it loops over heads in Python, and 65,536 heads are too many."""
     return "tile"
 
 
 def variant(says: str, *, backward: "Backward | None" = None, **claims: Any) -> Callable[[Forward], Forward]:
-    """Adds a forward pass of one head, with a backward (the plain one, unless given), to the list."""
+    """Returns a decorator that adds a variant to the list. It decorates the forward of one head.
+
+    backward: the backward of one head, `plain_backward` if None. claims: fields of `Arithmetic`.
+    """
 
     def add(forward: Forward) -> Forward:
         name = forward.__name__.replace("_", "-")
         arithmetic = _arithmetic(**claims)
         implementation = Implementation(
-            name=name, attention=_attention(forward, backward or plain_backward), supports=SUPPORTS, arithmetic=arithmetic, summary=says, slow=_by_heads
+            name=name,
+            attention=_attention(forward, backward or plain_backward),
+            supports=SUPPORTS,
+            arithmetic=arithmetic,
+            summary=says,
+            slow=_by_heads,
         )
         _every.append(Variant(name, says, implementation))
         return forward
@@ -65,20 +78,23 @@ def variant(says: str, *, backward: "Backward | None" = None, **claims: Any) -> 
     return add
 
 
-# ------------------------------------------------------------------------------------------------------------------ the call around
+# -------------------------------------------------------------------------------------------- batches, heads, masks
 
 
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
-"""q, k, v, out, lse, dout, visible, scale -> dq, dk, dv in float32."""
+"""Computes the gradients of one head: q, k, v, out, lse, dout, visible, scale -> dq, dk, dv in float32."""
 
 
 def _attention(forward: Forward, backward: Backward) -> Callable[..., Tensor]:
-    """Heads and batches around a pass over one head."""
+    """Returns an attention function that calls a forward and a backward for each head of each batch entry."""
 
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Tensor:
-            out, lse = torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(query.shape[:3], dtype=torch.float32)
+            out, lse = (
+                torch.empty_like(query, memory_format=torch.contiguous_format),
+                query.new_empty(query.shape[:3], dtype=torch.float32),
+            )
             for b, h, g in _heads(query, key):
                 one = forward(query[b, h], key[b, g], value[b, g], _visible(query, key, is_causal), scale)
                 out[b, h], lse[b, h] = one[0].to(query.dtype), one[1]
@@ -93,14 +109,26 @@ def _attention(forward: Forward, backward: Backward) -> Callable[..., Tensor]:
             dquery, dkey, dvalue = (torch.zeros(tensor.shape, dtype=torch.float32) for tensor in (query, key, value))
             for b, h, g in _heads(query, key):
                 visible = _visible(query, key, ctx.is_causal)
-                dq, dk, dv = backward(query[b, h], key[b, g], value[b, g], out[b, h], lse[b, h], dout[b, h], visible, ctx.scale)
+                dq, dk, dv = backward(
+                    query[b, h], key[b, g], value[b, g], out[b, h], lse[b, h], dout[b, h], visible, ctx.scale
+                )
                 dquery[b, h] += dq
                 dkey[b, g] += dk
                 dvalue[b, g] += dv
             return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), None, None
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
-        return Attention.apply(query, key, value, is_causal, 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)  # type: ignore[no-untyped-call]
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        return Attention.apply(  # type: ignore[no-untyped-call]
+            query, key, value, is_causal, 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+        )
 
     return attention
 
@@ -116,12 +144,14 @@ def _visible(query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
 
 
 def _cast(weights: Tensor, like: Tensor) -> Tensor:
-    """Rounded as an operand of a product is."""
+    """Rounds weights to the dtype of `like`, as an operand of a matrix product is rounded."""
     return weights.to(like.dtype).float()
 
 
-def plain_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """FlashAttention's, in one tile."""
+def plain_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, visible: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the backward of FlashAttention in one tile."""
     weights = torch.exp(scale * (q.float() @ k.float().T) - lse[:, None]).masked_fill(~visible, 0.0)
     delta = (dout.float() * out.float()).sum(dim=1, keepdim=True)
     dscores = _cast(weights * (dout.float() @ v.float().T - delta), q)
@@ -129,11 +159,11 @@ def plain_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
-    """Before the scale; -inf where hidden."""
+    """Returns the scores before the scale, with -inf where the key is hidden."""
     return (q.float() @ k.float().T).masked_fill(~visible, -math.inf)
 
 
-# ----------------------------------------------------------------------------------------------------------------- one tile of keys
+# ------------------------------------------------------------------------------------------------- one tile of keys
 
 
 @variant("weights normalised before they are cast")
@@ -144,7 +174,9 @@ def normalised_before_the_cast(q: Tensor, k: Tensor, v: Tensor, visible: Tensor,
 
 
 @variant("weights normalised after the product")
-def normalised_after_the_product(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def normalised_after_the_product(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, visible)
     maximum = scores.amax(dim=1, keepdim=True)
     weights = torch.exp((scores - maximum) * scale)
@@ -196,15 +228,17 @@ def normalised_by_lse(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: f
 def rounded_maximum(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, visible)
     maximum = scores.amax(dim=1, keepdim=True)
-    # Where the rounding would be large, the maximum itself.
+    # If the maximum is large, its rounding error would be too large. Then the maximum itself is subtracted.
     near = torch.where(maximum.abs() * scale < 64.0, maximum.bfloat16().float(), maximum)
     weights = torch.exp((scores - near) * scale)
     total = weights.sum(dim=1, keepdim=True)
     return (_cast(weights, q) @ v.float()) / total, (near * scale + torch.log(total))[:, 0]
 
 
-def double_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Everything once more, in float64."""
+def double_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, visible: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes everything again in float64."""
     q, k, v, dout = q.double(), k.double(), v.double(), dout.double()
     weights = torch.softmax((scale * (q @ k.T)).masked_fill(~visible, -math.inf), dim=1)
     dweights = dout @ v.T
@@ -225,11 +259,18 @@ def weights_in_float32(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: 
     return torch.softmax(scores, dim=1) @ v.float(), torch.logsumexp(scores, dim=1)
 
 
-# ------------------------------------------------------------------------------------------------------------------- tiles of keys
+# ---------------------------------------------------------------------------------------------------- tiles of keys
 
 
-def online(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, tiles: Sequence[slice], lag: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-    """The online softmax over some tiles of keys, in their order: the output undivided, the maximum, the sum. A maximum may lag by `lag` (lazy rescaling)."""
+def online(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, tiles: Sequence[slice], lag: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the online softmax over some tiles of keys, in their order.
+
+    Returns the accumulator [queries, dim], which is not divided by the sum yet, and the maximum and the sum, both
+    [queries, 1]. lag: how far the largest scaled score may rise above the maximum before the maximum is renewed (lazy
+    rescaling).
+    """
     acc = torch.zeros(q.shape, dtype=torch.float32)
     maximum, total = torch.full((len(q), 1), -math.inf), torch.zeros(len(q), 1)
     for tile in tiles:
@@ -247,20 +288,22 @@ def online(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, tiles
 
 
 def tiles(length: int, size: int) -> list[slice]:
-    """[0, length) in pieces."""
+    """Returns slices of `size` that cover [0, length). The last one may be shorter."""
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def finished(parts: tuple[Tensor, Tensor, Tensor], scale: float) -> tuple[Tensor, Tensor]:
-    """Divides, and takes the LSE."""
+    """Divides the accumulator by the sum. Returns the output and the LSE."""
     acc, maximum, total = parts
     return acc / total, (maximum * scale + torch.log(total))[:, 0]
 
 
 def _tiled_backward(size: int, order: Callable[[list[slice]], list[slice]]) -> Backward:
-    """The plain backward by tiles of keys: dQ is added up over them, in an order."""
+    """Returns the plain backward by tiles of keys. dQ is the sum over the tiles, added in a given order."""
 
-    def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, visible: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dq = torch.zeros(q.shape, dtype=torch.float32)
         dk, dv = torch.zeros(k.shape, dtype=torch.float32), torch.zeros(k.shape, dtype=torch.float32)
         for tile in order(tiles(len(k), size)):
@@ -275,7 +318,7 @@ def _shuffled(pieces: list[slice]) -> list[slice]:
     return [pieces[i] for i in torch.randperm(len(pieces), generator=_chance).tolist()]
 
 
-_chance = torch.Generator().manual_seed(0)  # one order after the other, never the same: as atomics arrive
+_chance = torch.Generator().manual_seed(0)  # gives another order at each call, like the arrival of atomics
 
 
 @variant("tiles of 16 keys")
@@ -299,10 +342,15 @@ def order_of_atomics(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: fl
 
 
 def _splits(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [3, queries, dim] and LSE [3, queries, 1] of each third of the keys by itself; of one that a row does not see, 0 and -inf."""
+    """Computes output [splits, queries, dim] and LSE [splits, queries, 1] of each split of the keys, at most three.
+
+    Where a row sees no key of a split, the output is 0 and the LSE is -inf.
+    """
     outs, lses = [], []
     for split in tiles(len(k), -(-len(k) // 3)):
-        within = [slice(split.start + tile.start, split.start + tile.stop) for tile in tiles(split.stop - split.start, 64)]
+        within = [
+            slice(split.start + tile.start, split.start + tile.stop) for tile in tiles(split.stop - split.start, 64)
+        ]
         acc, maximum, total = online(q, k, v, visible, scale, within)
         empty = total == 0.0
         outs.append(acc / torch.where(empty, 1.0, total))
@@ -310,7 +358,9 @@ def _splits(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> t
     return torch.stack(outs), torch.stack(lses)
 
 
-@variant("three splits of the keys, merged about the largest LSE and divided by the sum of their shares, as FlashInfer does")
+@variant(
+    "three splits of the keys, merged about the largest LSE and divided by the sum of their shares, as FlashInfer does"
+)
 def split_keys(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     outs, lses = _splits(q, k, v, visible, scale)
     largest = lses.amax(dim=0)
@@ -319,7 +369,10 @@ def split_keys(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -
     return (shares * outs).sum(dim=0) / total, (largest + torch.log(total))[:, 0]
 
 
-@variant("three splits of the keys, merged by exp(their LSE - the LSE of all), as FlashAttention's decoding does", normaliser="lse")
+@variant(
+    "three splits of the keys, merged by exp(their LSE - the LSE of all), as FlashAttention's decoding does",
+    normaliser="lse",
+)
 def merged_by_lse(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     outs, lses = _splits(q, k, v, visible, scale)
     lse = torch.logsumexp(lses, dim=0)
@@ -358,14 +411,18 @@ def rows_last_to_first(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: 
 def backward_of_split_products(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, visible: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The plain one, whose scores are those of the forward."""
+    """Computes the plain backward with the scores of the forward."""
     weights = torch.exp(scale * _product_of_halves(q.float(), k.float().T) - lse[:, None]).masked_fill(~visible, 0.0)
     delta = (dout.float() * out.float()).sum(dim=1, keepdim=True)
     dscores = _cast(weights * (_product_of_halves(dout.float(), v.float().T) - delta), q)
     return scale * (dscores @ k.float()), scale * (dscores.T @ q.float()), _cast(weights, q).T @ dout.float()
 
 
-@variant("products of float32 operands as three products of their halves (3xTF32)", backward=backward_of_split_products, products="3xtf32")
+@variant(
+    "products of float32 operands as three products of their halves (3xTF32)",
+    backward=backward_of_split_products,
+    products="3xtf32",
+)
 def split_products(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     scores = _product_of_halves(q.float(), k.float().T).masked_fill(~visible, -math.inf)
     maximum = scores.amax(dim=1, keepdim=True)
@@ -375,8 +432,13 @@ def split_products(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: floa
 
 
 def _product_of_halves(a: Tensor, b: Tensor) -> Tensor:
-    """a b, of TF32 numbers: each operand is a large half and the rest, and the product of the two rests is left out."""
-    (large_a, rest_a), (large_b, rest_b) = ((large, (x - large)) for x in (a.contiguous(), b.contiguous()) for large in [_tf32(x)])
+    """Computes a @ b from products of TF32 numbers.
+
+    Each operand is split into a large half and a rest. The product of the two rests is left out.
+    """
+    (large_a, rest_a), (large_b, rest_b) = (
+        (large, (x - large)) for x in (a.contiguous(), b.contiguous()) for large in [_tf32(x)]
+    )
     return _tf32(rest_a) @ large_b + large_a @ _tf32(rest_b) + large_a @ large_b
 
 
@@ -384,8 +446,16 @@ def _tf32(x: Tensor) -> Tensor:
     return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
-def materialised(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
-    """The textbook in float32, with autograd's own backward."""
+def materialised(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Computes textbook attention in float32. Autograd provides the backward."""
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.float().repeat_interleave(groups, dim=1) for tensor in (key, value))
     scores = (query.float() @ key.transpose(2, 3)) * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
@@ -398,6 +468,12 @@ _every.append(
     Variant(
         "autograd-of-the-textbook",
         "the textbook in float32, differentiated by autograd: a bare function",
-        Implementation(name="autograd-of-the-textbook", attention=materialised, supports=SUPPORTS, summary="The textbook.", bare=True),
+        Implementation(
+            name="autograd-of-the-textbook",
+            attention=materialised,
+            supports=SUPPORTS,
+            summary="The textbook.",
+            bare=True,
+        ),
     )
 )

@@ -1,4 +1,7 @@
-"""Records made by hand: a CPU run and a GPU run that hold every type of record and every status, the same each time."""
+"""Records made by hand: a CPU run and a GPU run. Together they hold every type of record and every status.
+
+Every call returns the same records.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +41,9 @@ SUPPORTS: dict[str, Any] = {
     "dim_multiple": 1,
     "masked_nan": False,
 }
-ARITHMETIC: dict[str, Any] = {"float32 on cpu": {"accumulate": "fma", "exp_ulps": 2.0, "key_tile": 64, "query_tile": None}}
+ARITHMETIC: dict[str, Any] = {
+    "float32 on cpu": {"accumulate": "fma", "exp_ulps": 2.0, "key_tile": 64, "query_tile": None}
+}
 
 
 def environment(run: str = CPU, **fields: Any) -> Environment:
@@ -65,7 +70,7 @@ def claim(implementation: str = "triton.fa2", run: str = CPU, **fields: Any) -> 
 
 
 def judgement(implementation: str = "triton.fa2", run: str = CPU, **fields: Any) -> Judgement:
-    """A passing judgement of the output in float32; give what differs."""
+    """Returns a judgement of the output in float32, which passes. fields: what differs from it."""
     dtype = fields.get("dtype", "float32")
     defaults: dict[str, Any] = {
         "check": "accuracy/forward",
@@ -94,14 +99,20 @@ def worst(rho: float, **fields: Any) -> Element:
 
 
 def property_(check: str, holds: bool, run: str = CPU, **fields: Any) -> Judgement:
-    """A yes-or-no judgement."""
+    """Returns a judgement of a yes-or-no property."""
     message = "" if holds else "two runs differ in 3 of 16384 elements"
-    defaults: dict[str, Any] = {"tensor": None, "rho": None, "certainty": None, "status": "passed" if holds else "failed", "message": message}
+    defaults: dict[str, Any] = {
+        "tensor": None,
+        "rho": None,
+        "certainty": None,
+        "status": "passed" if holds else "failed",
+        "message": message,
+    }
     return judgement(run=run, check=check, **(defaults | fields))
 
 
 def swept(implementation: str, run: str, dtype: str, onset: float | None = None) -> Iterator[Record]:
-    """Rho over lengths and magnitudes. From magnitude `onset` on it fails."""
+    """Yields judgements over lengths, magnitudes and scores. The output fails from magnitude `onset` on."""
     level = {"float32": 0.05, "float16": 0.5, "bfloat16": 0.6}[dtype]
     for step, tensor in enumerate(("out", "lse", "dq", "dk", "dv")):
         layer = "accuracy/forward" if tensor in ("out", "lse") else "gradients/backward"
@@ -162,7 +173,7 @@ def measured(implementation: str, run: str, growth: int = 1) -> Iterator[Record]
 
 
 def cpu_run() -> list[Record]:
-    """A run on a machine without a GPU: every type of record and every status."""
+    """Returns a run on a machine without a GPU, with every type of record and every status."""
     records: list[Record] = [environment(CPU)]
     for name in ("tiled.fa2", "triton.fa2"):
         records.append(claim(name))
@@ -218,11 +229,30 @@ def cpu_run() -> list[Record]:
             message="16-bit sums.",
             link=ISSUE,
         ),
-        judgement(SDPA, check="masks/empty_rows", status="refused", tensor=None, rho=None, certainty=None, message="RuntimeError: scale must be positive"),
+        judgement(
+            SDPA,
+            check="masks/empty_rows",
+            status="refused",
+            tensor=None,
+            rho=None,
+            certainty=None,
+            message="RuntimeError: scale must be positive",
+        ),
         claim("cuda.fa1", supports=SUPPORTS | {"devices": ["cuda"]}),
-        Absence(run=CPU, implementation="cuda.fa1", device="cuda", reason="not possible here", message="CUDA: no device"),
-        Absence(run=CPU, implementation="triton.fa2", device="cuda", reason="not possible here", message="CUDA: no device"),
-        Absence(run=CPU, implementation=SDPA, device="cpu", reason="not claimed", check="determinism/runs", message="deterministic"),
+        Absence(
+            run=CPU, implementation="cuda.fa1", device="cuda", reason="not possible here", message="CUDA: no device"
+        ),
+        Absence(
+            run=CPU, implementation="triton.fa2", device="cuda", reason="not possible here", message="CUDA: no device"
+        ),
+        Absence(
+            run=CPU,
+            implementation=SDPA,
+            device="cpu",
+            reason="not claimed",
+            check="determinism/runs",
+            message="deterministic",
+        ),
         claim(HOSTILE, bare=True, summary="<img src=x onerror=alert(2)>"),
         judgement(
             HOSTILE,
@@ -241,7 +271,7 @@ def cpu_run() -> list[Record]:
 
 
 def mutation(run: str = CPU) -> list[Record]:
-    """Two checks and a rule on two mutants, one that survives, and two right kernels."""
+    """Returns the trials of two checks and a rule on three mutants, one of which survives, and on two right kernels."""
 
     def specimen(name: str, kind: str, **fields: Any) -> Specimen:
         return Specimen(run=run, name=name, kind=kind, says=f"{name} in words", **fields)  # type: ignore[arg-type]
@@ -290,11 +320,16 @@ def curve(series: str, y: list[float | None], run: str = CPU) -> Curve:
 
 
 def gpu_run() -> list[Record]:
-    """A run of the same kernels on a GPU."""
+    """Returns a run of triton.fa2 on a GPU."""
     records: list[Record] = [environment(GPU), claim("triton.fa2", GPU)]
     for dtype in ("float32", "float16", "bfloat16"):
         records += swept("triton.fa2", GPU, dtype)
-    return [*records, *measured("triton.fa2", GPU), property_("determinism/runs", True, GPU), curve("triton.fa2", [0.1] * 5, GPU)]
+    return [
+        *records,
+        *measured("triton.fa2", GPU),
+        property_("determinism/runs", True, GPU),
+        curve("triton.fa2", [0.1] * 5, GPU),
+    ]
 
 
 def write(path: Path, records: list[Record]) -> Path:

@@ -1,4 +1,4 @@
-"""The pages in a browser: no errors, no requests, nothing wider than the window, everything named."""
+"""The pages in a browser: they cause no errors and no requests, fit into the window, and name every image."""
 
 import importlib.util
 import shutil
@@ -31,7 +31,10 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-PAGES = [f"{name}.html" for name in ("index", "triton.fa2", "cuda.fa1", wording.stem(building.SDPA), wording.stem(building.HOSTILE))]
+PAGES = [
+    f"{name}.html"
+    for name in ("index", "triton.fa2", "cuda.fa1", wording.stem(building.SDPA), wording.stem(building.HOSTILE))
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,9 @@ def browser() -> Iterator["Browser"]:
 
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_opens_offline_and_fits(browser: "Browser", site: Path, name: str, width: int, scheme: Literal["light", "dark"]) -> None:
+def test_a_page_opens_offline_and_fits(
+    browser: "Browser", site: Path, name: str, width: int, scheme: Literal["light", "dark"]
+) -> None:
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     troubles: list[str] = []
     page.on("console", lambda message: troubles.append(f"{message.type}: {message.text}"))
@@ -64,7 +69,7 @@ def test_a_page_opens_offline_and_fits(browser: "Browser", site: Path, name: str
     page.close()
 
 
-# Boxes that stick out of the window although no ancestor scrolls.
+# A script that finds boxes that extend beyond the window although no ancestor scrolls.
 _CLIPPED = """
 () => [...document.querySelectorAll("main *")].filter(element => {
     if (element.closest(".scroll, pre, svg, .symbols")) return false;
@@ -78,17 +83,26 @@ _CLIPPED = """
 def test_a_page_can_be_read_by_ear(browser: "Browser", site: Path, name: str) -> None:
     page = browser.new_page()
     page.goto((site / name).as_uri())
-    levels = [int(level) for level in page.eval_on_selector_all("h1, h2, h3, h4, h5, h6", "all => all.map(heading => heading.tagName[1])")]
+    levels = [
+        int(level)
+        for level in page.eval_on_selector_all(
+            "h1, h2, h3, h4, h5, h6", "all => all.map(heading => heading.tagName[1])"
+        )
+    ]
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in pairwise(levels)), levels
     unnamed = page.eval_on_selector_all(
-        "svg, img", "all => all.filter(image => !image.closest('[aria-hidden=true]') && !image.getAttribute('aria-label') && !image.alt).length"
+        "svg, img",
+        "all => all.filter(image => !image.closest('[aria-hidden=true]') && "
+        "!image.getAttribute('aria-label') && !image.alt).length",
     )
     assert unnamed == 0
     assert page.title()
     assert page.locator("html").get_attribute("lang") == "en"
-    regions = page.eval_on_selector_all(".scroll", "all => all.filter(box => !box.getAttribute('aria-label') || box.tabIndex !== 0).length")
+    regions = page.eval_on_selector_all(
+        ".scroll", "all => all.filter(box => !box.getAttribute('aria-label') || box.tabIndex !== 0).length"
+    )
     assert regions == 0
     page.close()
 
@@ -100,7 +114,8 @@ def test_charts_take_the_colour_of_the_page(browser: "Browser", site: Path) -> N
         page = browser.new_page(color_scheme=scheme)
         page.goto((site / "triton.fa2.html").as_uri())
         colours[scheme] = page.evaluate(
-            "[getComputedStyle(document.body).color, ...[...document.querySelectorAll('.chart text')].map(text => getComputedStyle(text).fill)]"
+            "[getComputedStyle(document.body).color, "
+            "...[...document.querySelectorAll('.chart text')].map(text => getComputedStyle(text).fill)]"
         )
         assert len(colours[scheme]) > 50
         assert len(set(colours[scheme])) == 1, "every text of a chart has the colour of the page's text"

@@ -1,4 +1,4 @@
-"""The calibration says how close right kernels come to the gates, and is what the committed records say."""
+"""The calibration: it says how close right kernels come to each gate, and the committed table fits the records."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ HERE = Machine("cpu", "here")
 
 
 def test_shares_of_the_gates() -> None:
-    """Each is 1 where the verdict turns."""
+    """Each share is 1 exactly where the verdict changes."""
     lean = judgement(bias=-0.65, bias_error=0.1, bias_allowance=0.25)
     assert calibration.share_of_bias(Judged(lean, HERE)) == 1.0
     assert calibration.share_of_bias(Judged(judgement(bias=0.1, bias_error=0.1, bias_allowance=0.25), HERE)) == 0.0
@@ -40,15 +40,21 @@ def test_the_worst_of_each_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_run_that_judged_nothing_is_not_told(tmp_path: Path) -> None:
-    judging, other = environment(), environment(run="other", date="2026-03-04T00:00:00Z", command="python -m flashproof.tests.suite.mutants")
-    paths = [building.write(tmp_path / "run.jsonl", [judging, claim(), judgement(rho=0.3)]), building.write(tmp_path / "other.jsonl", [other])]
+    judging, other = (
+        environment(),
+        environment(run="other", date="2026-03-04T00:00:00Z", command="python -m flashproof.tests.suite.mutants"),
+    )
+    paths = [
+        building.write(tmp_path / "run.jsonl", [judging, claim(), judgement(rho=0.3)]),
+        building.write(tmp_path / "other.jsonl", [other]),
+    ]
     text = calibration.table(paths)
     assert judging.command in text
     assert other.command not in text
 
 
 def test_the_committed_table_is_that_of_the_committed_records() -> None:
-    """`python -m reports.calibration` makes it anew."""
+    """`python -m flashproof.reports.calibration` makes the table again."""
     text = calibration.table(sorted((ROOT / "reports" / "records").glob("*.jsonl.gz")))
     assert (ROOT / "docs" / "calibration.md").read_text() == text
 

@@ -1,4 +1,4 @@
-"""Merging: which of two records of the same thing counts, and what is told of files that cannot be merged."""
+"""Merging: which of two records about the same thing counts, and the errors about files that cannot be merged."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,14 +26,22 @@ def rhos(evidence: Evidence) -> dict[Machine, list[float | str | None]]:
 
 
 def test_machines_stand_beside_each_other(tmp_path: Path) -> None:
-    evidence = merged(tmp_path, [environment(building.CPU), judgement(rho=0.5)], [environment(building.GPU), judgement(run=building.GPU, rho=0.7)])
+    evidence = merged(
+        tmp_path,
+        [environment(building.CPU), judgement(rho=0.5)],
+        [environment(building.GPU), judgement(run=building.GPU, rho=0.7)],
+    )
     assert rhos(evidence) == {CPU: [0.5], GPU: [0.7]}
     assert evidence.machines == (CPU, GPU)
     assert [e.run for e in evidence.environments] == [building.CPU, building.GPU]
 
 
 def test_two_machines_of_one_kind_stay_apart(tmp_path: Path) -> None:
-    evidence = merged(tmp_path, [environment("a"), judgement(run="a", rho=0.5)], [environment("b", device="Grace"), judgement(run="b", rho=0.7)])
+    evidence = merged(
+        tmp_path,
+        [environment("a"), judgement(run="a", rho=0.5)],
+        [environment("b", device="Grace"), judgement(run="b", rho=0.7)],
+    )
     assert rhos(evidence) == {CPU: [0.5], Machine("cpu", "Grace"): [0.7]}
 
 
@@ -49,8 +57,10 @@ def test_the_later_date_wins_on_the_same_device(tmp_path: Path, order: tuple[int
     assert rhos(merged(tmp_path, *(runs[i] for i in order))) == {CPU: [0.5, 0.2]}
 
 
-def dated(run: str, day: int, *records: Record, whole: bool = False, ended: bool = True, **fields: object) -> list[Record]:
-    """A run that came to its end, and whether it was whole."""
+def dated(
+    run: str, day: int, *records: Record, whole: bool = False, ended: bool = True, **fields: object
+) -> list[Record]:
+    """Returns the records of a run on a day of March 2026. Its last record is a claim that says whether it ended."""
     end = claim(run=run, ended=ended)
     return [environment(run, date=f"2026-03-{day:02}T10:00:00Z", whole=whole, **fields), *records, end]
 
@@ -60,7 +70,10 @@ def cases(evidence: Evidence) -> list[str]:
 
 
 def test_a_whole_run_takes_the_place_of_all_before_it(tmp_path: Path) -> None:
-    """Of its implementations, on its machine. Narrower runs add to it, and take nothing away."""
+    """A whole run replaces all earlier runs of its implementations on its machine.
+
+    A later, narrower run adds to it and removes nothing.
+    """
     other = judgement(run="before", implementation="tiled.fa2", case="other kernel")
     before = dated("before", 1, judgement(run="before", case="gone"), judgement(run="before", case="again"), other)
     elsewhere = dated("elsewhere", 1, judgement(run="elsewhere", case="elsewhere"), device="Grace")
@@ -68,11 +81,13 @@ def test_a_whole_run_takes_the_place_of_all_before_it(tmp_path: Path) -> None:
     after = dated("after", 3, judgement(run="after", case="again", rho=0.7))
     evidence = merged(tmp_path, before, elsewhere, whole, after)
     assert cases(evidence) == ["again", "elsewhere", "kept", "other kernel"]
-    assert [judged.rho for kernel in evidence.kernels for judged in kernel.judged if judged.judgement.case == "again"] == [0.7]
+    assert [
+        judged.rho for kernel in evidence.kernels for judged in kernel.judged if judged.judgement.case == "again"
+    ] == [0.7]
 
 
 def test_a_whole_run_that_was_broken_off_takes_no_place(tmp_path: Path) -> None:
-    """Neither does one that died, and wrote no claim."""
+    """A whole run that was interrupted replaces nothing. Neither does a run that died before it wrote a claim."""
     before = dated("before", 1, judgement(run="before", case="stays"), whole=True)
     broken_off = dated("late", 2, judgement(run="late", case="late"), whole=True, ended=False)
     assert cases(merged(tmp_path, before, broken_off)) == ["late", "stays"]
@@ -91,8 +106,11 @@ def test_a_damaged_file_is_left_out_where_that_is_asked(tmp_path: Path) -> None:
 
 
 def test_files_of_runs_that_nothing_is_left_of_are_removed(tmp_path: Path) -> None:
-    """A file of another name, a run that may still go on, and a file that cannot be read stay."""
-    names = {name: f"2026030{number}-100000-abcde{number}.jsonl" for number, name in enumerate(("old", "narrow", "whole", "late", "begun"))}
+    """Three kinds of files stay: files with another name, runs that may still be going on, and unreadable files."""
+    names = {
+        name: f"2026030{number}-100000-abcde{number}.jsonl"
+        for number, name in enumerate(("old", "narrow", "whole", "late", "begun"))
+    }
     runs = {
         "old": dated("old", 1, judgement(run="old"), whole=True),
         "narrow": dated("narrow", 2, judgement(run="narrow", case="found")),
@@ -124,12 +142,20 @@ def test_the_larger_of_the_two_gates_is_rho(tmp_path: Path) -> None:
 
 
 def test_a_cpu_judged_by_a_gpu_machine_is_named(tmp_path: Path) -> None:
-    assert rhos(merged(tmp_path, [environment(building.GPU), judgement(run=building.GPU, device="cpu")])) == {Machine("cpu", "CPU beside NVIDIA H200"): [0.5]}
+    assert rhos(merged(tmp_path, [environment(building.GPU), judgement(run=building.GPU, device="cpu")])) == {
+        Machine("cpu", "CPU beside NVIDIA H200"): [0.5]
+    }
 
 
 def test_measurements_of_a_later_run_replace_the_same_ones(tmp_path: Path) -> None:
-    early: list[Record] = [environment("early", date="2026-01-01T00:00:00Z"), *_as(building.measured("triton.fa2", building.CPU, growth=2), "early")]
-    late: list[Record] = [environment("late", date="2026-01-02T00:00:00Z"), *_as(building.measured("triton.fa2", building.CPU), "late")]
+    early: list[Record] = [
+        environment("early", date="2026-01-01T00:00:00Z"),
+        *_as(building.measured("triton.fa2", building.CPU, growth=2), "early"),
+    ]
+    late: list[Record] = [
+        environment("late", date="2026-01-02T00:00:00Z"),
+        *_as(building.measured("triton.fa2", building.CPU), "late"),
+    ]
     kernel = merged(tmp_path, late, early).kernels[0]
     assert {record.run for record, _ in kernel.memory} == {"late"}
     assert [record.length for record, _ in kernel.memory] == [512, 1024, 2048, 4096, 8192, 16384] * 2
@@ -138,19 +164,36 @@ def test_measurements_of_a_later_run_replace_the_same_ones(tmp_path: Path) -> No
 def _as(records: object, run: str) -> list[Record]:
     import msgspec
 
-    return [msgspec.structs.replace(record, run=run) for record in records if isinstance(record, Memory)]  # type: ignore[attr-defined]
+    return [
+        msgspec.structs.replace(record, run=run)
+        for record in records  # type: ignore[attr-defined]
+        if isinstance(record, Memory)
+    ]
 
 
 def test_a_machine_without_a_gpu_says_nothing_of_it_once_another_has_one(tmp_path: Path) -> None:
-    absence = Absence(run=building.CPU, implementation="triton.fa2", device="cuda", reason="not possible here", message="CUDA: no device")
+    absence = Absence(
+        run=building.CPU,
+        implementation="triton.fa2",
+        device="cuda",
+        reason="not possible here",
+        message="CUDA: no device",
+    )
     alone = merged(tmp_path, [environment(), judgement(), absence])
     assert alone.kernels[0].machines == (CPU, Machine("cuda", ""))
-    beside = merged(tmp_path / "b", [environment(), judgement(), absence], [environment(building.GPU), judgement(run=building.GPU)])
+    beside = merged(
+        tmp_path / "b", [environment(), judgement(), absence], [environment(building.GPU), judgement(run=building.GPU)]
+    )
     assert beside.kernels[0].machines == (CPU, GPU)
 
 
 def test_what_a_run_leaves_out_of_a_device_that_it_was_not_about_is_not_told(tmp_path: Path) -> None:
-    left_out = [Absence(run=building.GPU, implementation="triton.fa2", device=device, reason="not claimed", check="masks/blocks") for device in ("cpu", "cuda")]
+    left_out = [
+        Absence(
+            run=building.GPU, implementation="triton.fa2", device=device, reason="not claimed", check="masks/blocks"
+        )
+        for device in ("cpu", "cuda")
+    ]
     evidence = merged(tmp_path, [environment(building.GPU), judgement(run=building.GPU), *left_out])
     assert evidence.kernels[0].machines == (GPU,)
 
@@ -177,7 +220,19 @@ def test_a_file_named_twice_counts_once(tmp_path: Path) -> None:
         ([environment(), environment(device="Grace")], r"0\.jsonl: the environment of run 'cpu run' differs"),
         ([environment(date="yesterday")], r"0\.jsonl: the date 'yesterday' of run 'cpu run' is not ISO 8601"),
         (
-            [environment(), Curve(run=building.CPU, chart="overflow", series="naive", device="cpu", x=[1.0, 2.0], y=[1.0], x_title="x", y_title="y")],
+            [
+                environment(),
+                Curve(
+                    run=building.CPU,
+                    chart="overflow",
+                    series="naive",
+                    device="cpu",
+                    x=[1.0, 2.0],
+                    y=[1.0],
+                    x_title="x",
+                    y_title="y",
+                ),
+            ],
             r"0\.jsonl: the curve 'naive' of chart 'overflow' has 2 x for 1 y",
         ),
     ],

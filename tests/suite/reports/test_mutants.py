@@ -1,4 +1,4 @@
-"""The page of the mutants says what was rejected, by whom, by which check first, and what was rejected that is right."""
+"""The page of the mutants: which judge rejects each mutant, which check is the first, and which right kernels fail."""
 
 from pathlib import Path
 
@@ -43,11 +43,15 @@ def test_scores_count_mutants_and_false_alarms(found: Mutation) -> None:
     assert [(score.killed, score.first, score.named) for score in checks] == [(1, 1, 1), (2, 1, 1)]
     assert suite.told == 2
     assert [score.told for score in others] == [1]
-    assert [(score.killed, score.mutants, score.alarms, score.right) for score in others] == [(1, 2, (("two-passes", ("float32",)),), 1)]
+    assert [(score.killed, score.mutants, score.alarms, score.right) for score in others] == [
+        (1, 2, (("two-passes", ("float32",)),), 1)
+    ]
 
 
 def test_a_rule_that_rejects_the_original_too_tells_nothing(tmp_path: Path) -> None:
-    alarm = Trial(run=building.CPU, specimen="tiled.fa2", judge="allclose 1e-2", inputs="theirs", dtype="float32", rejected=True)
+    alarm = Trial(
+        run=building.CPU, specimen="tiled.fa2", judge="allclose 1e-2", inputs="theirs", dtype="float32", rejected=True
+    )
     mutation = gather([building.write(tmp_path / "run.jsonl", [environment(), *building.mutation(), alarm])]).mutation
     assert mutation
     (score,) = mutants.scores(mutation, mutants.rows(mutation))[2]
@@ -56,7 +60,9 @@ def test_a_rule_that_rejects_the_original_too_tells_nothing(tmp_path: Path) -> N
 
 def test_the_later_run_counts(tmp_path: Path) -> None:
     first = building.write(tmp_path / "first.jsonl", [environment(), *building.mutation()])
-    later = building.write(tmp_path / "later.jsonl", [environment("later", date="2026-03-09T10:00:00Z"), *building.mutation("later")[:4]])
+    later = building.write(
+        tmp_path / "later.jsonl", [environment("later", date="2026-03-09T10:00:00Z"), *building.mutation("later")[:4]]
+    )
     mutation = gather([later, first]).mutation
     assert mutation
     assert mutation.environment.run == "later"
@@ -64,10 +70,20 @@ def test_the_later_run_counts(tmp_path: Path) -> None:
 
 
 def test_the_index_leads_to_the_page_and_it_tells_all(tmp_path: Path) -> None:
-    site = write_site([building.write(tmp_path / "run.jsonl", [environment(), judgement(), *building.mutation()])], tmp_path / "site").parent
+    site = write_site(
+        [building.write(tmp_path / "run.jsonl", [environment(), judgement(), *building.mutation()])], tmp_path / "site"
+    ).parent
     assert 'href="mutants.html"' in (site / "index.html").read_text()
     page = (site / "mutants.html").read_text()
-    for words in ("2 mutants", "tail-unmasked in words", "&lt;b&gt;old&lt;/b&gt;", "inside the bound", "A tutorial", "false alarm", "out rho 7.3"):
+    for words in (
+        "2 mutants",
+        "tail-unmasked in words",
+        "&lt;b&gt;old&lt;/b&gt;",
+        "inside the bound",
+        "A tutorial",
+        "false alarm",
+        "out rho 7.3",
+    ):
         assert words in page
 
 

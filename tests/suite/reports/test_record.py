@@ -1,4 +1,4 @@
-"""Records survive the way to the file and back, whatever they hold and however the run ended."""
+"""Records that are written to a file can be read back, whatever they hold and however the run ended."""
 
 import gzip
 import math
@@ -20,7 +20,9 @@ def test_every_type_comes_back_equal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, -1.5e-300, 1.0])
 def test_figures_that_are_not_finite_come_back(tmp_path: Path, value: float) -> None:
-    path = building.write(tmp_path / "run.jsonl", [building.judgement(rho=figure(value), worst=building.worst(1.0, got=figure(value)))])
+    path = building.write(
+        tmp_path / "run.jsonl", [building.judgement(rho=figure(value), worst=building.worst(1.0, got=figure(value)))]
+    )
     (record,) = read(path)
     assert isinstance(record, Judgement)
     assert record.rho is not None
@@ -34,7 +36,7 @@ def test_a_torn_last_line_loses_nothing_before_it(tmp_path: Path) -> None:
     whole = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
     path = tmp_path / "run.jsonl"
     last = len(whole) - len(msgspec.json.encode(records[2])) - 1
-    for torn in range(last + 1, len(whole) - 1):  # every place at which the writer can die, inside a letter too
+    for torn in range(last + 1, len(whole) - 1):  # every byte of the last line, also inside a character
         path.write_bytes(whole[:torn])
         assert list(read(path)) == records[:2]
 

@@ -1,4 +1,4 @@
-"""The site: complete, self-contained, harmless whatever it is told, and the same for the same records."""
+"""The site is complete and self-contained, harmless whatever the records hold, and the same for the same records."""
 
 import gzip
 import re
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class Page(HTMLParser):
-    """What a page is made of: its elements with their attributes, and its text."""
+    """The content of a page: its elements with their attributes, and its text."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def small_site(directory: Path, *records: Record) -> Path:
     return directory / "site"
 
 
-# -------------------------------------------------------------------------------------------------------------------- completeness
+# ---------------------------------------------------------------------------------------------------- completeness
 
 
 def test_every_implementation_has_a_page_that_the_index_links(site: Path) -> None:
@@ -77,7 +77,16 @@ def test_every_link_inside_the_site_leads_somewhere(site: Path) -> None:
 
 def test_the_index_tells_machines_states_and_figures(site: Path) -> None:
     text = pages(site)["index.html"].text
-    for word in ("AMD EPYC, 2 cores", "NVIDIA H200", "2026-03-02T10:00:00Z", "0123456789ab", "torch 2.13.0", "CUDA: no device", "9.6", "88.73 to 90.00"):
+    for word in (
+        "AMD EPYC, 2 cores",
+        "NVIDIA H200",
+        "2026-03-02T10:00:00Z",
+        "0123456789ab",
+        "torch 2.13.0",
+        "CUDA: no device",
+        "9.6",
+        "88.73 to 90.00",
+    ):
         assert word in text
     for state in ("passed", "failed", "known defect", "refused", "not possible here", "not claimed", "not run"):
         assert re.search(rf"\b{state}\b", text)
@@ -108,7 +117,17 @@ def test_an_implementation_page_is_complete(site: Path) -> None:
         "landmarks",
     ):
         assert words in page.text, words
-    order = [page.text.index(heading) for heading in ("Failures", "What it claims", "Rho by dtype and tensor", "Worst cases", "Compiler resources", "Checks")]
+    order = [
+        page.text.index(heading)
+        for heading in (
+            "Failures",
+            "What it claims",
+            "Rho by dtype and tensor",
+            "Worst cases",
+            "Compiler resources",
+            "Checks",
+        )
+    ]
     assert order == sorted(order)
     charts_ = [attributes for tag, attributes in page.elements if tag == "svg" and attributes.get("role") == "img"]
     assert [attributes["aria-label"] for attributes in charts_] == [
@@ -128,24 +147,40 @@ def test_a_known_defect_tells_what_was_seen_and_where_it_is_reported(site: Path)
 
 def test_refusals_that_differ_in_numbers_are_one(tmp_path: Path) -> None:
     numbers = ("64", "-1.5", "1e-05")
-    refused = [judgement("mine.py:f", case=f"q{i}", status="refused", message=f"ValueError: {n} is taken by nobody") for i, n in enumerate(numbers)]
-    text = pages(small_site(tmp_path, claim("mine.py:f", bare=True), *refused))[f"{wording.stem('mine.py:f')}.html"].text
+    refused = [
+        judgement("mine.py:f", case=f"q{i}", status="refused", message=f"ValueError: {n} is taken by nobody")
+        for i, n in enumerate(numbers)
+    ]
+    text = pages(small_site(tmp_path, claim("mine.py:f", bare=True), *refused))[
+        f"{wording.stem('mine.py:f')}.html"
+    ].text
     section = text[text.index("what it said first") : text.index("What it claims")]
     assert section.count("is taken by nobody") == 1
     assert "64 is taken by nobody" in section
 
 
 def test_failures_that_are_left_out_are_counted(tmp_path: Path) -> None:
-    failed = [judgement(check=f"masks/check{i}", case=case, status="failed", rho=40.0 - i) for i in range(SHOWN + 2) for case in ("q1", "q2")]
+    failed = [
+        judgement(check=f"masks/check{i}", case=case, status="failed", rho=40.0 - i)
+        for i in range(SHOWN + 2)
+        for case in ("q1", "q2")
+    ]
     text = pages(small_site(tmp_path, *failed))["triton.fa2.html"].text
     assert f"These are the {SHOWN} worst; the rest, with 4 failed cases, are not shown here." in text
 
 
 def test_a_run_on_one_function_is_sensible(tmp_path: Path) -> None:
-    site = small_site(tmp_path, claim("mine.py:attention", bare=True), judgement("mine.py:attention", status="failed", rho=7.3, worst=building.worst(7.3)))
+    site = small_site(
+        tmp_path,
+        claim("mine.py:attention", bare=True),
+        judgement("mine.py:attention", status="failed", rho=7.3, worst=building.worst(7.3)),
+    )
     page = pages(site)[f"{wording.stem('mine.py:attention')}.html"]
     assert "mine.py:attention  out  float32  rho 7.3" in page.text
-    assert "Not in these records: error against sequence length, error against score magnitude, bias, memory, memory traffic, compiler resources." in page.text
+    assert (
+        "Not in these records: error against sequence length, error against score magnitude, bias, memory, "
+        "memory traffic, compiler resources." in page.text
+    )
 
 
 def test_judgements_without_a_claim_are_shown(tmp_path: Path) -> None:
@@ -156,7 +191,7 @@ def test_a_run_that_judged_nothing_says_so(tmp_path: Path) -> None:
     assert "Nothing was verified in these runs." in pages(small_site(tmp_path))["index.html"].text
 
 
-# --------------------------------------------------------------------------------------------------------------- offline, harmless
+# ----------------------------------------------------------------------------------------------- offline, harmless
 
 
 def test_nothing_is_fetched(site: Path) -> None:
@@ -200,7 +235,10 @@ def test_what_strangers_write_is_only_text(site: Path) -> None:
 
 
 def test_links_in_messages_are_links_and_nothing_else() -> None:
-    assert str(linked("seen (https://a.example/b?c=1&d).")) == 'seen (<a href="https://a.example/b?c=1&amp;d">https://a.example/b?c=1&amp;d</a>).'
+    assert (
+        str(linked("seen (https://a.example/b?c=1&d)."))
+        == 'seen (<a href="https://a.example/b?c=1&amp;d">https://a.example/b?c=1&amp;d</a>).'
+    )
     assert "<script" not in str(linked('https://a.example/"><script>'))
     assert str(linked("javascript:alert(1)")) == "javascript:alert(1)"
 
@@ -211,12 +249,15 @@ def test_a_chart_escapes_its_names(site: Path) -> None:
     assert "tiled.fa2 <script>" not in source
 
 
-# ------------------------------------------------------------------------------------------------------------ reliable behaviour
+# ---------------------------------------------------------------------------------------------- reliable behaviour
 
 
 def test_the_same_records_give_the_same_site(tmp_path: Path) -> None:
     records = building.write(tmp_path / "run.jsonl", building.cpu_run())
-    sites = [{path.name: path.read_bytes() for path in write_site([records], tmp_path / name).parent.iterdir()} for name in ("a", "b")]
+    sites = [
+        {path.name: path.read_bytes() for path in write_site([records], tmp_path / name).parent.iterdir()}
+        for name in ("a", "b")
+    ]
     assert sites[0] == sites[1]
 
 
@@ -227,12 +268,23 @@ def test_pages_of_an_earlier_site_go_and_other_files_stay(tmp_path: Path) -> Non
     assert {path.name for path in site.iterdir()} == {"index.html", "new.kernel.html", "notes.html"}
 
 
-@pytest.mark.parametrize(("module", "words"), [("altair", "Altair: not installed"), ("vl_convert", "vl-convert: not installed")])
-def test_without_the_chart_library_the_tables_stand_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "words"), [("altair", "Altair: not installed"), ("vl_convert", "vl-convert: not installed")]
+)
+def test_without_the_chart_library_the_tables_stand_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, words: str
+) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     assert charts.missing() == words
     curve = building.curve("naive", [1.0, 2.0, None, None, None])
-    found = pages(small_site(tmp_path, *building.swept("triton.fa2", building.CPU, "float16"), *building.measured("triton.fa2", building.CPU), curve))
+    found = pages(
+        small_site(
+            tmp_path,
+            *building.swept("triton.fa2", building.CPU, "float16"),
+            *building.measured("triton.fa2", building.CPU),
+            curve,
+        )
+    )
     assert words in found["index.html"].text
     page = found["triton.fa2.html"]
     assert page.text.count(words) == 4
@@ -241,17 +293,29 @@ def test_without_the_chart_library_the_tables_stand_alone(tmp_path: Path, monkey
 
 
 def test_nothing_imports_torch(tmp_path: Path) -> None:
-    records = building.write(tmp_path / "run.jsonl", [environment(), judgement(), *building.measured("triton.fa2", building.CPU)])
+    records = building.write(
+        tmp_path / "run.jsonl", [environment(), judgement(), *building.measured("triton.fa2", building.CPU)]
+    )
     program = (
-        "import sys; from flashproof.reports.__main__ import main; status = main(sys.argv[1:]); heavy = {'torch', 'triton', 'jax'} & set(sys.modules);"
+        "import sys; from flashproof.reports.__main__ import main; status = main(sys.argv[1:]); "
+        "heavy = {'torch', 'triton', 'jax'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else status)"
     )
-    done = subprocess.run([sys.executable, "-c", program, records, "-o", tmp_path / "site"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, records, "-o", tmp_path / "site"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_command_merges_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [building.write(tmp_path / f"{run}.jsonl", [environment(run), judgement(run=run)]) for run in (building.CPU, building.GPU)]
+    paths = [
+        building.write(tmp_path / f"{run}.jsonl", [environment(run), judgement(run=run)])
+        for run in (building.CPU, building.GPU)
+    ]
     assert __main__.main([*map(str, paths), "-o", str(tmp_path / "new" / "site")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "new" / "site" / "index.html")
     text = Page(tmp_path / "new" / "site" / "index.html").text
@@ -270,7 +334,9 @@ def test_the_command_merges_and_says_where(tmp_path: Path, capsys: pytest.Captur
         ("good.jsonl", "good.jsonl", "good.jsonl: is a file; give a directory"),
     ],
 )
-def test_errors_name_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str], records: str, output: str, message: str) -> None:
+def test_errors_name_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], records: str, output: str, message: str
+) -> None:
     (tmp_path / "no-records").mkdir()
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "foreign.jsonl").write_text('{"hello": 1}\n')

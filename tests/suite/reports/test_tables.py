@@ -1,4 +1,4 @@
-"""The tables say what the records hold: states, largest figures, thresholds, exponents."""
+"""The tables of the report show what the records hold: states, largest figures, thresholds, exponents."""
 
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,18 @@ def the_cell(kernel: Kernel, dtype: str = "float32", check: str = "accuracy/forw
     return tables.cell(kernel, kernel.machines[0], dtype, check)
 
 
-# ------------------------------------------------------------------------------------------------------------------------- states
+# ---------------------------------------------------------------------------------------------------------- states
 
 
 def test_the_gravest_status_is_the_state(tmp_path: Path) -> None:
     statuses: list[Any] = ["passed", "refused", "known defect", "failed"]
     records = [judgement(case=f"case {i}", status=status, rho=0.1 * (i + 1)) for i, status in enumerate(statuses)]
-    assert [the_cell(kernel(tmp_path / str(n), *records[:n])).state for n in (1, 2, 3, 4)] == ["passed", "passed", "known defect", "failed"]
+    assert [the_cell(kernel(tmp_path / str(n), *records[:n])).state for n in (1, 2, 3, 4)] == [
+        "passed",
+        "passed",
+        "known defect",
+        "failed",
+    ]
     whole = the_cell(kernel(tmp_path / "all", *records))
     assert (whole.rho, whole.cases, whole.note) == ("0.40", 4, "1 of 4 failed, 1 of 4 known defects, 1 of 4 refused")
 
@@ -41,7 +46,9 @@ def test_refusals_alone_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_case_counts_once_for_all_its_tensors(tmp_path: Path) -> None:
-    judged = [judgement(tensor=tensor, status="failed" if tensor == "dk" else "passed") for tensor in ("dq", "dk", "dv")]
+    judged = [
+        judgement(tensor=tensor, status="failed" if tensor == "dk" else "passed") for tensor in ("dq", "dk", "dv")
+    ]
     cell = the_cell(kernel(tmp_path, *judged, judgement(case="another")))
     assert (cell.cases, cell.part, cell.note) == (2, "1 of 2", "1 of 2 failed")
 
@@ -56,8 +63,22 @@ def test_what_was_not_judged_says_why(tmp_path: Path) -> None:
         tmp_path,
         claim(supports=building.SUPPORTS | {"dtypes": ["float32"]}),
         judgement(),
-        Absence(run=building.CPU, implementation="triton.fa2", device="cpu", reason="not claimed", check="contract/lse", message="lse"),
-        Absence(run=building.CPU, implementation="triton.fa2", device="cpu", reason="not possible here", dtype="bfloat16", message="no bfloat16 here"),
+        Absence(
+            run=building.CPU,
+            implementation="triton.fa2",
+            device="cpu",
+            reason="not claimed",
+            check="contract/lse",
+            message="lse",
+        ),
+        Absence(
+            run=building.CPU,
+            implementation="triton.fa2",
+            device="cpu",
+            reason="not possible here",
+            dtype="bfloat16",
+            message="no bfloat16 here",
+        ),
     )
     assert the_cell(asked) == tables.found([asked.judged[0]])
     assert the_cell(asked, check="masks/other") == tables.Cell("not run")
@@ -72,14 +93,26 @@ def test_a_claim_without_the_device_is_not_claimed(tmp_path: Path) -> None:
 
 def test_the_verdict_of_nothing_is_not_a_pass(tmp_path: Path) -> None:
     assert tables.verdict(kernel(tmp_path, claim())).state == "not run"
-    absence = Absence(run=building.CPU, implementation="triton.fa2", device="cuda", reason="not possible here", message="CUDA: no device")
-    assert tables.verdict(kernel(tmp_path / "b", claim(), absence)) == tables.Cell("not possible here", note="CUDA: no device")
+    absence = Absence(
+        run=building.CPU,
+        implementation="triton.fa2",
+        device="cuda",
+        reason="not possible here",
+        message="CUDA: no device",
+    )
+    assert tables.verdict(kernel(tmp_path / "b", claim(), absence)) == tables.Cell(
+        "not possible here", note="CUDA: no device"
+    )
 
 
 def test_the_matrix_holds_every_implementation_dtype_and_check(tmp_path: Path) -> None:
-    both = gather([building.write(tmp_path / "cpu", building.cpu_run()), building.write(tmp_path / "gpu", building.gpu_run())])
+    both = gather(
+        [building.write(tmp_path / "cpu", building.cpu_run()), building.write(tmp_path / "gpu", building.gpu_run())]
+    )
     matrix = tables.matrix(both)
-    assert [kernel.name for kernel, _ in matrix.rows] == sorted(["tiled.fa2", "triton.fa2", "cuda.fa1", building.SDPA, building.HOSTILE])
+    assert [kernel.name for kernel, _ in matrix.rows] == sorted(
+        ["tiled.fa2", "triton.fa2", "cuda.fa1", building.SDPA, building.HOSTILE]
+    )
     assert sum(count for _, count in matrix.layers) == len(matrix.checks)
     for kernel_, rows in matrix.rows:
         assert len(rows) == 3 * len(kernel_.machines)
@@ -89,7 +122,7 @@ def test_the_matrix_holds_every_implementation_dtype_and_check(tmp_path: Path) -
     assert states == set(tables.STATES), "the records of the tests show every state"
 
 
-# ------------------------------------------------------------------------------------------------------------------------ figures
+# --------------------------------------------------------------------------------------------------------- figures
 
 
 def test_a_noisy_mean_is_not_the_largest_bias(tmp_path: Path) -> None:
@@ -113,7 +146,7 @@ def test_the_exponent_of_a_power_is_that_power(power: int) -> None:
 
 
 def test_the_exponent_is_of_least_squares() -> None:
-    # log2: (0, 0), (1, 2), (2, 1) has the slope 1/2.
+    # In log2, the points (0, 0), (1, 2) and (2, 1) have a least-squares slope of 1/2.
     assert round(tables.exponent([(1, 1), (2, 4), (4, 2)]) or 0.0, 9) == 0.5
 
 
@@ -125,10 +158,17 @@ def test_there_is_no_exponent_of_nothing() -> None:
 
 
 def test_the_worst_cases_are_the_worst_of_each_dtype(tmp_path: Path) -> None:
-    judged = [judgement(case=f"{dtype} {i}", dtype=dtype, rho=i / 10) for dtype in ("float32", "float16") for i in range(6)]
+    judged = [
+        judgement(case=f"{dtype} {i}", dtype=dtype, rho=i / 10) for dtype in ("float32", "float16") for i in range(6)
+    ]
     judged += [judgement(case="float16 5", dtype="float16", tensor="dv", rho="inf", status="failed")]
     worst = tables.worst_cases(kernel(tmp_path, *judged), 2)
-    assert [(j.judgement.case, j.rho) for j in worst] == [("float16 5", "inf"), ("float32 5", 0.5), ("float16 4", 0.4), ("float32 4", 0.4)]
+    assert [(j.judgement.case, j.rho) for j in worst] == [
+        ("float16 5", "inf"),
+        ("float32 5", 0.5),
+        ("float16 4", 0.4),
+        ("float32 4", 0.4),
+    ]
 
 
 def test_gaps_of_a_curve(tmp_path: Path) -> None:
@@ -139,12 +179,15 @@ def test_gaps_of_a_curve(tmp_path: Path) -> None:
     assert series.largest == -2.0
 
 
-# ------------------------------------------------------------------------------------------------------------------------- sweeps
+# ---------------------------------------------------------------------------------------------------------- sweeps
 
 
 def swept(directory: Path, failing: set[float], **fields: Any) -> list[str]:
     judged = [
-        judgement(case=f"b1 q8 x{x:g} seed0", status="failed" if x in failing else "passed", axes={"magnitude": x}, **fields) for x in (1.0, 4.0, 16.0, 64.0)
+        judgement(
+            case=f"b1 q8 x{x:g} seed0", status="failed" if x in failing else "passed", axes={"magnitude": x}, **fields
+        )
+        for x in (1.0, 4.0, 16.0, 64.0)
     ]
     found = kernel(directory, *judged)
     return [tables.threshold(j, found) for j in found.judged if j.judgement.status == "failed"]
@@ -166,12 +209,18 @@ def test_a_threshold_compares_only_cases_that_differ_in_the_axis(tmp_path: Path)
 
 def test_a_sweep_takes_the_largest_at_each_place(tmp_path: Path) -> None:
     judged = [judgement(case=f"{q} {i}", rho=q / 100 * i, axes={"queries": q}) for q in (16.0, 32.0) for i in (1, 2)]
-    judged += [judgement(case="16 dv", tensor="dv", rho="nan", axes={"queries": 16.0}, certainty="bounded"), judgement(case="elsewhere", rho=9.0)]
+    judged += [
+        judgement(case="16 dv", tensor="dv", rho="nan", axes={"queries": 16.0}, certainty="bounded"),
+        judgement(case="elsewhere", rho=9.0),
+    ]
     sweep = tables.sweep(kernel(tmp_path, *judged), "queries")
     assert sweep is not None
     (panel,) = sweep.panels
     assert panel.tensors == ("out", "dv")
-    assert [(place, [j and j.rho for j in row]) for place, row in panel.rows] == [(16.0, [0.32, "nan"]), (32.0, [0.64, None])]
+    assert [(place, [j and j.rho for j in row]) for place, row in panel.rows] == [
+        (16.0, [0.32, "nan"]),
+        (32.0, [0.64, None]),
+    ]
     assert dict(sweep.certainty) == {"certified": 2, "bounded": 1}
 
 

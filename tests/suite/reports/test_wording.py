@@ -1,4 +1,4 @@
-"""Figures, commands and file names, as they are written."""
+"""How the report writes figures, failures, commands and file names."""
 
 import shlex
 from typing import Any
@@ -33,13 +33,23 @@ def test_numbers(value: float | str | None, words: str) -> None:
     assert wording.rho(value) == words
 
 
-@pytest.mark.parametrize(("value", "words"), [(1.0, "1.0"), (1.004, "1.004"), (0.9996, "0.9996"), (0.96, "0.96"), (1.00000001, "1.000000")])
+@pytest.mark.parametrize(
+    ("value", "words"), [(1.0, "1.0"), (1.004, "1.004"), (0.9996, "0.9996"), (0.96, "0.96"), (1.00000001, "1.000000")]
+)
 def test_a_rho_beside_one_is_told_from_it(value: float, words: str) -> None:
     assert wording.rho(value) == words
 
 
 @pytest.mark.parametrize(
-    ("count", "words"), [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (2 * 16384**2 * 2, "1 GiB"), (1023 * 1024, "1023 KiB")]
+    ("count", "words"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (2 * 16384**2 * 2, "1 GiB"),
+        (1023 * 1024, "1023 KiB"),
+    ],
 )
 def test_bytes(count: int, words: str) -> None:
     assert wording.bytes_(count) == words
@@ -47,7 +57,11 @@ def test_bytes(count: int, words: str) -> None:
 
 def test_a_failure_reads_as_it_should() -> None:
     failing = judgement(
-        dtype="bfloat16", rho=7.3, status="failed", case="b1 h4 q1024 k1024 d64 bfloat16 causal spike x30 seed7", worst=worst(7.3, error=0.0313, bound=0.00429)
+        dtype="bfloat16",
+        rho=7.3,
+        status="failed",
+        case="b1 h4 q1024 k1024 d64 bfloat16 causal spike x30 seed7",
+        worst=worst(7.3, error=0.0313, bound=0.00429),
     )
     assert (
         wording.failure_block(failing, "passes at magnitude 8, fails from 16")
@@ -74,11 +88,23 @@ again: pytest --impl triton.fa2 --device cuda"""
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
-        ({"rho": 0.2, "bias": 0.31, "bias_error": 0.02, "bias_allowance": 0.25, "dtype": "float16"}, "bias 0.31 ulp, standard error 0.020, allowance 0.25"),
+        (
+            {"rho": 0.2, "bias": 0.31, "bias_error": 0.02, "bias_allowance": 0.25, "dtype": "float16"},
+            "bias 0.31 ulp, standard error 0.020, allowance 0.25",
+        ),
         ({"rho": 0.2, "rho_statistical": 3.0}, "triton.fa2  out  float32  rho 3.0 (statistical)   certified"),
-        ({"rho": "nan", "worst": worst(1.0, got="nan", error="nan")}, "worst at [batch 0, head 3, query 517, dim 12]: got nan, exact 0.4434"),
-        ({"tensor": "dk", "worst": worst(1.0)}, "worst at [batch 0, kv head 3, key 517, dim 12]: got 0.4121, exact 0.4434"),
-        ({"tensor": "lse", "worst": worst(1.0, index=(1, 2, 3))}, "worst at [batch 1, head 2, query 3]: got 0.4121, exact 0.4434"),
+        (
+            {"rho": "nan", "worst": worst(1.0, got="nan", error="nan")},
+            "worst at [batch 0, head 3, query 517, dim 12]: got nan, exact 0.4434",
+        ),
+        (
+            {"tensor": "dk", "worst": worst(1.0)},
+            "worst at [batch 0, kv head 3, key 517, dim 12]: got 0.4121, exact 0.4434",
+        ),
+        (
+            {"tensor": "lse", "worst": worst(1.0, index=(1, 2, 3))},
+            "worst at [batch 1, head 2, query 3]: got 0.4121, exact 0.4434",
+        ),
         ({"worst": worst(1.0, index=())}, "worst at []: got 0.4121, exact 0.4434"),
     ],
 )
@@ -98,13 +124,23 @@ def test_the_words_of_the_run_replace_those_of_a_sweep() -> None:
     assert not any(line.startswith("passes at") for line in block)
 
 
-@pytest.mark.parametrize("name", ["triton.fa2", "mine.py:attention", "/home/me/my kernels/a'b.py:f", "$(reboot).py:f", building.HOSTILE])
+@pytest.mark.parametrize(
+    "name", ["triton.fa2", "mine.py:attention", "/home/me/my kernels/a'b.py:f", "$(reboot).py:f", building.HOSTILE]
+)
 def test_the_command_survives_the_shell(name: str) -> None:
     case = str(Case(family="spike", magnitude=30.0, seed=7))
     assert shlex.split(wording.repeat_line(judgement(name, case=case))) == ["pytest", "--impl", name, "--case", case]
 
 
-PLAIN = ["triton.fa2", "Triton.fa2", "mine.py:attention", "mine.py/attention", "mine.py-attention", building.SDPA, building.HOSTILE]
+PLAIN = [
+    "triton.fa2",
+    "Triton.fa2",
+    "mine.py:attention",
+    "mine.py/attention",
+    "mine.py-attention",
+    building.SDPA,
+    building.HOSTILE,
+]
 RESERVED = ["index", "con", "con.x", "lpt1", "", "..", ".", "-", "a/../b", "ä", "日本", "a" * 300, "x\n", "x\0", "x."]
 NAMES = PLAIN + RESERVED
 
@@ -112,7 +148,7 @@ NAMES = PLAIN + RESERVED
 def test_file_names_are_safe_and_apart() -> None:
     stems = [wording.stem(name) for name in NAMES]
     assert stems[0] == "triton.fa2"
-    assert len({stem.lower() for stem in stems}) == len(NAMES)  # also where case does not tell files apart
+    assert len({stem.lower() for stem in stems}) == len(NAMES)  # also on a file system that ignores case
     for stem in stems:
         assert set(stem) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
         assert stem[0] not in ".-"
@@ -122,5 +158,13 @@ def test_file_names_are_safe_and_apart() -> None:
 
 
 def test_the_block_needs_no_figures_at_all() -> None:
-    bare = Judgement(run="r", implementation="mine.py:f", check="contract/shape", case="", dtype="float32", device="cpu", status="failed")
+    bare = Judgement(
+        run="r",
+        implementation="mine.py:f",
+        check="contract/shape",
+        case="",
+        dtype="float32",
+        device="cpu",
+        status="failed",
+    )
     assert wording.failure_block(bare) == "mine.py:f  contract/shape  float32\nagain: pytest --impl mine.py:f"

@@ -1,4 +1,4 @@
-"""A plugin of pytest that puts a kernel that crashes into the catalogue, where a run takes it for one of its own."""
+"""A plugin of pytest that adds a crashing kernel to the catalogue, so that a run treats it as its own kernel."""
 
 from flashproof.impls import catalogue
 from flashproof.signatures import of_callable

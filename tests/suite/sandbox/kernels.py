@@ -1,6 +1,8 @@
-"""Kernels that misbehave, each in one way. All of them compute attention as `attention` does, which is right; `innocent` only that.
+"""Kernels that misbehave, each in one way. All of them call `attention`, which is right; `innocent` does nothing else.
 
-They are loaded as a stranger's file is: `pytest --impl tests/hostile/kernels.py:hangs`.
+They are loaded like the file of any user: `pytest --impl tests/suite/sandbox/kernels.py:hangs`. `test_hostile.py` finds
+them by regular expressions. So each is a function whose first line begins with `def name(query`, or an assignment
+`name = after(...)`.
 """
 
 import ctypes
@@ -19,20 +21,26 @@ Kernel = Callable[..., Tensor]
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None) -> Tensor:
-    """Textbook attention, in float32 inside."""
-    scores = query.float() @ key.float().transpose(-2, -1) * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    """Computes textbook attention, in float32 inside."""
+    scores = (
+        query.float() @ key.float().transpose(-2, -1) * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    )
     if is_causal:
         scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -math.inf)
     return (torch.softmax(scores, dim=-1) @ value.float()).to(query.dtype)
 
 
-def innocent(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None) -> Tensor:
-    """What it seems."""
+def innocent(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False,
+             scale: float | None = None) -> Tensor:  # fmt: skip
+    """Does nothing wrong."""
     return attention(query, key, value, is_causal, scale)
 
 
 class _Table:
-    """Holds a file that is closed by nobody, in a cycle that only the collector ends, which Python warns of at a moment of its own."""
+    """Holds a file that nobody closes, in a reference cycle.
+
+    Only the garbage collector frees the cycle. So Python warns of the open file at an unpredictable time.
+    """
 
     def __init__(self) -> None:
         self.file = open(os.devnull)  # noqa: SIM115
@@ -40,13 +48,13 @@ class _Table:
 
 
 def untidy(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None) -> Tensor:
-    """Right, and no more than untidy."""
+    """Computes the right answer, but leaves an open file behind."""
     _Table()
     return attention(query, key, value, is_causal, scale)
 
 
 def after(act: Callable[[Tensor, Tensor, Tensor], object]) -> Kernel:
-    """Attention, once something else is done."""
+    """Returns a kernel that calls `act` and then computes attention."""
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
         act(query, key, value)
@@ -56,7 +64,7 @@ def after(act: Callable[[Tensor, Tensor, Tensor], object]) -> Kernel:
 
 
 def poke(tensor: Tensor, element: int, number: float = 7.0) -> None:
-    """Writes to the element that lies so far from a tensor's first, whoever owns it."""
+    """Writes to the memory that lies `element` elements after the first element of a tensor, whoever owns it."""
     tensor.detach().as_strided((1,), (1,), tensor.storage_offset() + element).fill_(number)
 
 
@@ -65,7 +73,11 @@ def poke(tensor: Tensor, element: int, number: float = 7.0) -> None:
 mutates_query = after(lambda query, key, value: query.detach().mul_(1.5))
 mutates_one_element_of_key = after(lambda query, key, value: poke(key, 0))
 writes_before_value = after(lambda query, key, value: poke(value, -1))
-writes_behind_key = after(lambda query, key, value: poke(key, 1 + sum((size - 1) * stride for size, stride in zip(key.shape, key.stride(), strict=True))))
+writes_behind_key = after(
+    lambda query, key, value: poke(
+        key, 1 + sum((size - 1) * stride for size, stride in zip(key.shape, key.stride(), strict=True))
+    )
+)
 
 
 class _SpoilsGradient(torch.autograd.Function):
@@ -79,32 +91,32 @@ class _SpoilsGradient(torch.autograd.Function):
 
 
 def mutates_output_gradient(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Works in place where it should not."""
+    """Changes the gradient of its output in place."""
     return _SpoilsGradient.apply(attention(query, key, value))  # type: ignore[no-untyped-call]
 
 
 def returns_a_view(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Its answer stands where the query stood."""
+    """Writes its answer into the memory of the query."""
     return query.detach().copy_(attention(query, key, value))
 
 
 def wrong_dtype(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Double precision, unasked."""
+    """Returns float64 instead of the dtype of the query."""
     return attention(query, key, value).double()
 
 
 def wrong_shape(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[batch, queries, heads, dim], as some libraries have it."""
+    """Returns [batch, queries, heads, dim], the layout of some libraries."""
     return attention(query, key, value).transpose(1, 2)
 
 
 def wrong_device(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Nowhere."""
+    """Returns a tensor on the meta device."""
     return attention(query, key, value).to("meta")
 
 
 def returns_a_list(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """No tensor."""
+    """Returns a list in place of a tensor."""
     return [attention(query, key, value)]
 
 
@@ -112,19 +124,21 @@ _buffers: dict[tuple[object, ...], Tensor] = {}
 
 
 def reuses_its_output(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """One output buffer for all calls of a shape."""
-    buffer = _buffers.setdefault((query.shape, query.dtype), torch.empty_like(query, memory_format=torch.contiguous_format).detach())
+    """Uses one output buffer for all calls of a shape and dtype."""
+    buffer = _buffers.setdefault(
+        (query.shape, query.dtype), torch.empty_like(query, memory_format=torch.contiguous_format).detach()
+    )
     return buffer.copy_(attention(query, key, value).detach())
 
 
 def uninitialised(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Adds to memory that nobody set to zero."""
+    """Adds its answer to memory that was never set to zero."""
     total = torch.empty(query.shape, dtype=torch.float32, device=query.device)
     return total.mul_(1e-3).add_(attention(query, key, value).float()).to(query.dtype)
 
 
 def writes_past_its_output(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """A tail that is not masked: one row more than there are."""
+    """Writes past the end of its output, as a kernel does whose tail is not masked."""
     out = attention(query, key, value)
     ctypes.memset(out.data_ptr() + out.numel() * out.element_size(), 0x41, 512)
     return out
@@ -136,19 +150,19 @@ _answers: dict[object, Tensor] = {}
 
 
 def _stale(place: object, out: Tensor) -> Tensor:
-    """The first answer that had this place, with the gradient of the right one."""
+    """Replaces the values of an answer by those of the first answer with the same key. The gradient stays right."""
     out.data.copy_(_answers.setdefault(place, out.detach().clone()))
     return out
 
 
 def caches_by_shape(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The last answer to this shape will do."""
+    """Returns the first answer to inputs of this shape again."""
     place = (query.shape, key.shape, query.dtype)
     return _stale(place, attention(query, key, value))
 
 
 def caches_by_pointer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The same tensors as last time, so the same answer."""
+    """Returns the first answer to tensors at these addresses again."""
     place = (query.data_ptr(), key.data_ptr(), value.data_ptr(), query.shape, key.shape, query.dtype)
     return _stale(place, attention(query, key, value))
 
@@ -157,7 +171,7 @@ _strides: dict[object, tuple[int, ...]] = {}
 
 
 def keeps_strides(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The strides of the first call of a shape, kept with what was compiled for it."""
+    """Keeps the strides of the first call of a shape, as if they were compiled into the kernel."""
     strides = _strides.setdefault(query.shape, query.stride())
     reach = sum((size - 1) * stride for size, stride in zip(query.shape, strides, strict=True)) + query.storage_offset()
     inside = reach < query.untyped_storage().nbytes() // query.element_size()
@@ -168,7 +182,7 @@ _batches: dict[object, int] = {}
 
 
 def keeps_batch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The batch size of the first call, kept with what was compiled for it."""
+    """Keeps the batch size of the first call, as if it were compiled into the kernel."""
     batch = _batches.setdefault((query.shape[1:], key.shape[1:]), query.shape[0])
     out = attention(query, key, value)
     return torch.cat([out[:batch], torch.zeros_like(out[batch:])])
@@ -184,40 +198,42 @@ def _count() -> int:
 
 
 def wrong_in_the_second_call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """An accumulator that the first call leaves behind."""
+    """Is wrong in every second call, as if a call left its accumulator behind."""
     return attention(query, key, value) * (1.0 if _count() % 2 else 2.0)
 
 
 def wrong_in_one_of_twenty(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """A race that is seldom lost."""
+    """Is wrong in one of twenty calls, like a race condition that seldom shows."""
     return attention(query, key, value) * (1.01 if _count() % 20 == 19 else 1.0)
 
 
 def right_in_one_of_twenty(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """A race that is seldom won, but the first time."""
+    """Is right in one of twenty calls, beginning with the first, like a race condition that nearly always shows."""
     return attention(query, key, value) * (1.0 if _count() % 20 == 1 else 1.01)
 
 
 def refuses_the_second_call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """A resource that is taken once."""
+    """Refuses every call after the first, like a kernel that never releases a resource."""
     if _count() > 1:
         raise RuntimeError("already in use")
     return attention(query, key, value)
 
 
 def loses_its_gradient(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Every third time."""
+    """Detaches its output from autograd in every third call."""
     out = attention(query, key, value, is_causal)
     return out.detach() if _count() % 3 == 0 else out
 
 
-def ignores_scale(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None) -> Tensor:
-    """Takes a scale and forgets it."""
+def ignores_scale(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False,
+                  scale: float | None = None) -> Tensor:  # fmt: skip
+    """Takes a scale and ignores it."""
     return attention(query, key, value, is_causal)
 
 
-def ignores_causal(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None) -> Tensor:
-    """Takes a mask and forgets it."""
+def ignores_causal(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False,
+                   scale: float | None = None) -> Tensor:  # fmt: skip
+    """Takes `is_causal` and ignores it."""
     return attention(query, key, value, scale=scale)
 
 
@@ -225,7 +241,7 @@ def ignores_causal(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool
 
 
 def raises(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """A bug of its own."""
+    """Raises an exception that is no refusal, because of a bug."""
     return {"a": query}["b"]
 
 
@@ -249,7 +265,7 @@ def _interrupt(*tensors: Tensor) -> None:
 
 
 hangs = after(_wait_for_ever)
-hangs_in_c = after(lambda query, key, value: ctypes.PyDLL(None).pause())  # PyDLL keeps the interpreter's lock
+hangs_in_c = after(lambda query, key, value: ctypes.PyDLL(None).pause())  # PyDLL does not release the GIL
 allocates_without_end = after(_take_all_memory)
 segfaults = after(lambda query, key, value: ctypes.string_at(0))
 aborts = after(lambda query, key, value: os.abort())
@@ -262,11 +278,11 @@ forks = after(lambda query, key, value: os.fork())
 
 
 def segfaults_on_odd_lengths(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Right, where it lives."""
+    """Computes the right answer for an even number of keys, and crashes for an odd number."""
     return attention(query, key, value) if key.shape[2] % 2 == 0 else ctypes.string_at(0)  # type: ignore[return-value]
 
 
-# ------------------------------------------------------------------------------------------------ the state that a process shares
+# ------------------------------------------------------------------------------------- the global state of a process
 
 sets_default_dtype = after(lambda query, key, value: torch.set_default_dtype(torch.float64))
 sets_threads = after(lambda query, key, value: torch.set_num_threads(7))
@@ -284,14 +300,14 @@ closes_its_file = after(lambda query, key, value: os.close(1))
 
 
 def leaves_a_cuda_error(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """An index beyond its table: the device stops, and nobody asks it."""
+    """Reads an element beyond the end of a tensor. The device fails, and the kernel does not synchronise to see it."""
     out = attention(query, key, value)
     query.flatten()[torch.full((1,), 2**40, device=query.device)]
     return out
 
 
 def declines_after_a_cuda_error(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """It asks whether its work went well, and words the error as a library does that has words of its own."""
+    """Synchronises after such a read and raises another error in place of CUDA's, as some libraries do."""
     query.flatten()[torch.full((1,), 2**40, device=query.device)]
     try:
         torch.cuda.synchronize()
@@ -301,6 +317,6 @@ def declines_after_a_cuda_error(query: Tensor, key: Tensor, value: Tensor) -> Te
 
 
 def works_in_another_stream(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Of its own, which waits for nobody."""
+    """Works in a stream of its own that does not wait for the caller's stream."""
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         return attention(query, key, value)

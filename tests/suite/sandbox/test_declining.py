@@ -1,4 +1,7 @@
-"""Ways to decline: which exceptions of a bare callable say "not this input", before it has answered such an input."""
+"""Refusals: which exceptions of a bare callable mean that it does not take an input.
+
+After a callable has answered such an input, the same exception is a fault.
+"""
 
 from collections.abc import Callable
 
@@ -17,7 +20,7 @@ CASE = Case.parse("b1 h1 q8 k8 d16 float32")
 
 
 class TritonError(Exception):
-    """As Triton has it. The classes below it stand for its own: Triton need not be installed."""
+    """Stands for the class of Triton, as do the classes below, so that this test does not need Triton."""
 
 
 class CompilationError(TritonError):
@@ -37,14 +40,14 @@ for kind in (TritonError, CompilationError, CompileTimeAssertionFailure, OutOfRe
 
 
 class MineOutOfResources(Exception):
-    """Of somebody else."""
+    """An exception of another library that has the name of Triton's."""
 
 
 MineOutOfResources.__name__ = "OutOfResources"
 
 
 def kernel(error: BaseException, *, after: int = 0) -> Callable[..., Tensor]:
-    """A kernel that raises, after some right answers."""
+    """Returns a kernel that gives `after` right answers and then raises an exception in each call."""
     calls = 0
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -73,15 +76,17 @@ def kernel(error: BaseException, *, after: int = 0) -> Callable[..., Tensor]:
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_declines(error: Exception, declines: bool) -> None:
-    """A refusal of a bare callable, and otherwise a fault."""
+    """Some exceptions of a bare callable are a refusal. All others are a fault."""
     implementation = of_callable(kernel(error), f"declining {error!r}")
     with pytest.raises(Refused if declines else Fault, match=str(error.args[0])):
         attend(implementation, CASE, inputs(CASE), backward=False)
 
 
-@pytest.mark.parametrize("error", [AssertionError("dim 16"), OutOfResources("shared memory")], ids=["assertion", "triton"])
+@pytest.mark.parametrize(
+    "error", [AssertionError("dim 16"), OutOfResources("shared memory")], ids=["assertion", "triton"]
+)
 def test_what_was_answered_is_not_declined(error: Exception) -> None:
-    """Who has answered a shape takes it."""
+    """A callable that has answered a case cannot refuse it later."""
     implementation = of_callable(kernel(error, after=1), f"answering, then {error!r}")
     attend(implementation, CASE, inputs(CASE), backward=False)
     with pytest.raises(Fault, match="refused a case that it had answered before"):
@@ -89,7 +94,7 @@ def test_what_was_answered_is_not_declined(error: Exception) -> None:
 
 
 def test_an_assertion_without_words() -> None:
-    """It is told by its line."""
+    """An assertion without a message is reported by its source line."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         assert query.shape[-1] % 64 == 0
@@ -103,7 +108,7 @@ def test_an_assertion_without_words() -> None:
 
 
 def test_a_kernel_that_exits_is_not_called_again() -> None:
-    """Only an ordinary exception is looked into, as that of a function for NumPy's arrays."""
+    """Only after an ordinary exception may a function be called again, to see whether it works on NumPy arrays."""
     calls: list[object] = []
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

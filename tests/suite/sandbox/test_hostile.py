@@ -1,4 +1,7 @@
-"""Kernels that misbehave, given to the command line as a stranger's would be: each is reported as what it is, the run goes on, and the innocent pass."""
+"""Kernels that misbehave, given to the command line as external kernels.
+
+Each is reported with the fault that it has, the run goes on, and the kernels without a fault pass.
+"""
 
 import os
 import re
@@ -17,7 +20,8 @@ from flashproof.reports import wording
 from flashproof.reports.record import Judgement, Status, read
 from flashproof.sandbox import journal
 
-QUICK = ("-p", "no:cacheprovider", "--assert=plain")  # no assertions are rewritten: checks do not speak by them
+# Checks do not report by `assert`, so pytest need not rewrite assertions.
+QUICK = ("-p", "no:cacheprovider", "--assert=plain")
 ROOT = Path(__file__).resolve().parents[3]
 KERNELS = "tests/suite/sandbox/kernels.py"
 CALLS = "tests/contract"
@@ -25,13 +29,15 @@ CHECKS = ("-k", "test_call.py or after_another or renewed or readdressed")
 PLAIN, MASKED = "b2 h2 q33 k33 d16 float32", "b1 h1 q33 k33 d16 float32 causal scale0.3"
 TIME_LIMIT = 10
 
-# What each kernel is found out for: words of a failure of its own.
+# The words that must stand in a failure of each kernel.
 SAID: dict[str, str] = {
     "mutates_query": "the call changed its query",
     "mutates_one_element_of_key": "the call changed its key",
     "mutates_output_gradient": "the call changed its output gradient",
-    "writes_before_value": r"the call wrote to memory around its value, which it does not own: first at element -1, counted from",
-    "writes_behind_key": r"the call wrote to memory around its key, which it does not own: first at element \+2112, counted from",
+    "writes_before_value": r"the call wrote to memory around its value, which it does not own: "
+    r"first at element -1, counted from",
+    "writes_behind_key": r"the call wrote to memory around its key, which it does not own: "
+    r"first at element \+2112, counted from",
     "returns_a_view": "out shares memory with an input",
     "wrong_dtype": r"out has dtype torch\.float64, not torch\.float32",
     "wrong_shape": r"out has shape \[2, 33, 2, 16\], not \[2, 2, 33, 16\]",
@@ -39,7 +45,8 @@ SAID: dict[str, str] = {
     "returns_a_list": "out is list, not a tensor",
     "reuses_its_output": "looked at after another call",
     "uninitialised": r"out  float32  rho \d\.\de4\d",
-    "writes_past_its_output": r"the process died of signal (6 \(aborted\)|11 \(segmentation fault\)).* in memory that it had damaged",
+    "writes_past_its_output": r"the process died of signal (6 \(aborted\)|11 \(segmentation fault\)).* "
+    r"in memory that it had damaged",
     "caches_by_shape": "after a call of the same shape with other options|looked at after another call",
     "caches_by_pointer": "after a call with other (values in the same tensors|tensors at the same addresses)",
     "keeps_strides": "after a call of the same shape with other options|looked at after another call",
@@ -54,7 +61,8 @@ SAID: dict[str, str] = {
     "hangs_in_c": r"no answer within 10 s .*, at .*kernels\.py, line \d+, in <lambda>",
     "allocates_without_end": "forward raised RuntimeError: .*can't allocate memory",
     "segfaults": r"the process died of signal 11 \(segmentation fault\), at .*kernels\.py, line \d+, in <lambda>",
-    "segfaults_on_odd_lengths": r"the process died of signal 11 \(segmentation fault\), at .*kernels\.py, line \d+, in segfaults_on_odd_lengths",
+    "segfaults_on_odd_lengths": r"the process died of signal 11 \(segmentation fault\), at .*kernels\.py, line \d+, "
+    r"in segfaults_on_odd_lengths",
     "aborts": r"the process died of signal 6 \(aborted\), at .*kernels\.py",
     "exits": "forward raised SystemExit: 3",
     "raises_system_exit": "forward raised SystemExit: 3",
@@ -79,48 +87,72 @@ SAID_MASKED = {
 }
 SAID_ON_A_GPU = {
     "leaves_a_cuda_error": "forward raised .*CUDA error",
-    "declines_after_a_cuda_error": "forward raised RuntimeError: Expected execute.plan. to be true, but got false .*; the device was left in error",
-    "works_in_another_stream": "called in a stream that was still filling the inputs|out was not ready when the caller's stream read it",
+    "declines_after_a_cuda_error": "forward raised RuntimeError: Expected execute.plan. to be true, but got false .*; "
+    "the device was left in error",
+    "works_in_another_stream": "called in a stream that was still filling the inputs|"
+    "out was not ready when the caller's stream read it",
 }
 SPAWNED = ("segfaults_on_odd_lengths",)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the command line that has ended."""
+    """A finished run of the command line."""
 
     status: int
     text: str
     judgements: list[Judgement]
 
     def failures(self, name: str) -> list[str]:
-        """What was recorded of a kernel's failures, as it is printed."""
-        return [wording.failure_block(judgement) for judgement in self.judgements if judgement.implementation == name and judgement.status == "failed"]
+        """Returns the recorded failures of a kernel, as a run prints them."""
+        return [
+            wording.failure_block(judgement)
+            for judgement in self.judgements
+            if judgement.implementation == name and judgement.status == "failed"
+        ]
 
     def failing_tests(self, name: str) -> list[str]:
-        """The items that pytest's summary counts as failed."""
+        """Returns the tests of a kernel that pytest's summary lists as failed."""
         return re.findall(rf"^FAILED \S+\[{re.escape(name)}-\S+\]", self.text, re.MULTILINE)
 
 
 def run(folder: Path, kernels: Iterable[str], case: str, checks: str, *options: str) -> Run:
-    """Verifies some kernels of the file by the checks of one file, and among them an innocent one and one of the catalogue."""
+    """Verifies some kernels of the file by the checks in `checks`.
+
+    The kernels without a fault, one of them from the catalogue, stand in the middle of the list.
+    """
     records = folder / "records.jsonl"
     named = [f"--impl={KERNELS}:{kernel}" for kernel in kernels]
-    named = [*named[: len(named) // 2], "--impl=tiled.fa2", *(f"--impl={kernel}" for kernel in INNOCENT[1:]), *named[len(named) // 2 :]]
+    named = [
+        *named[: len(named) // 2],
+        "--impl=tiled.fa2",
+        *(f"--impl={kernel}" for kernel in INNOCENT[1:]),
+        *named[len(named) // 2 :],
+    ]
     command = [sys.executable, "-m", "pytest", checks, *named, f"--case={case}"]
     command += ["-q", "-n2", *QUICK, f"--records={records}", f"--time-limit={TIME_LIMIT}", *options]
-    ended = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=300)
+    ended = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     text = ended.stdout + ended.stderr
     assert records.exists(), text
     return Run(ended.returncode, text, [record for record in read(records) if isinstance(record, Judgement)])
 
 
 def check(ended: Run, said: dict[str, str], innocent: tuple[str, ...]) -> None:
-    """Each kernel failed with the words that are its own; the innocent passed every check that they were given."""
+    """Asserts that each kernel failed with its own words, and that the innocent kernels passed every check."""
     assert ended.status == pytest.ExitCode.TESTS_FAILED, ended.text
     for kernel, words in said.items():
         name = f"{KERNELS}:{kernel}"
-        assert any(re.search(words, block) for block in ended.failures(name)), f"{kernel}: not {words!r} but {ended.failures(name)[:4]}"
+        assert any(re.search(words, block) for block in ended.failures(name)), (
+            f"{kernel}: not {words!r} but {ended.failures(name)[:4]}"
+        )
         assert ended.failing_tests(name), f"{kernel}: recorded, but no test of it failed"
     for name in innocent:
         statuses = [judgement.status for judgement in ended.judgements if judgement.implementation == name]
@@ -132,48 +164,79 @@ INNOCENT = ("tiled.fa2", f"{KERNELS}:innocent", f"{KERNELS}:untidy")
 
 
 def test_every_kernel_is_listed() -> None:
-    """A kernel of the file has its words here."""
+    """Every kernel of the file has an entry in one of the tables of expected words."""
     text = (ROOT / KERNELS).read_text()
-    kernels = {first or second for first, second in re.findall(r"^(\w+) = after\(|^def ([a-z]\w+)\(query", text, re.MULTILINE)}
+    kernels = {
+        first or second for first, second in re.findall(r"^(\w+) = after\(|^def ([a-z]\w+)\(query", text, re.MULTILINE)
+    }
     assert kernels - {"attention", "innocent", "untidy"} == {*SAID, *SAID_MASKED, *SAID_ON_A_GPU}
 
 
 def test_reported_as_what_it_is(tmp_path: Path) -> None:
-    """All in one run: none disturbs another."""
+    """All kernels run in one run, and none changes the verdict of another."""
     check(run(tmp_path, SAID, PLAIN, CALLS, *CHECKS), SAID, INNOCENT)
 
 
 def test_what_was_ignored(tmp_path: Path) -> None:
-    """The failure says which question the answer would have been right for."""
+    """The failure of a kernel that ignores a keyword says for which question its answer would be right."""
     check(run(tmp_path, SAID_MASKED, MASKED, "tests/accuracy/test_forward.py"), SAID_MASKED, INNOCENT)
 
 
 def test_spawned(tmp_path: Path) -> None:
-    """The same where processes are started as on a machine with a GPU."""
+    """The verdict is the same if the worker processes are spawned, as on a machine with a GPU."""
     said = {kernel: SAID[kernel] for kernel in SPAWNED}
     check(run(tmp_path, said, PLAIN, CALLS, "-k", "test_answers or test_calls_agree", "--spawn"), said, INNOCENT)
 
 
 def test_of_the_catalogue(tmp_path: Path) -> None:
-    """The catalogue's kernels run in pytest-xdist's workers: one that crashes takes its worker with it, and no verdict but its own."""
+    """A kernel of the catalogue runs in a process of pytest-xdist.
+
+    If it crashes, the process ends with it, but the verdicts of the other kernels do not change.
+    """
     records = tmp_path / "records.jsonl"
-    command = [sys.executable, "-m", "pytest", CALLS, "-q", "-n2", *QUICK, "-p", "flashproof.tests.suite.sandbox.catalogued", f"--records={records}"]
-    command += ["--impl=crashing", "--impl=tiled.fa2", "--impl=sdpa.math", "--dtype=float32", "-k", "test_answers or test_calls_agree"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        CALLS,
+        "-q",
+        "-n2",
+        *QUICK,
+        "-p",
+        "flashproof.tests.suite.sandbox.catalogued",
+        f"--records={records}",
+    ]
+    command += [
+        "--impl=crashing",
+        "--impl=tiled.fa2",
+        "--impl=sdpa.math",
+        "--dtype=float32",
+        "-k",
+        "test_answers or test_calls_agree",
+    ]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     text = ended.stdout + ended.stderr
     found = Run(ended.returncode, text, [record for record in read(records) if isinstance(record, Judgement)])
     assert found.status == pytest.ExitCode.TESTS_FAILED, text
-    assert len(found.failures("crashing")) == len(found.failing_tests("crashing")) == 2, text  # a segmentation fault in each check
-    assert all("the process died in the call" in failure and "q65 k65" in failure for failure in found.failures("crashing")), text
+    # There is one segmentation fault in each of the two checks.
+    assert len(found.failures("crashing")) == len(found.failing_tests("crashing")) == 2, text
+    assert all(
+        "the process died in the call" in failure and "q65 k65" in failure for failure in found.failures("crashing")
+    ), text
     for name in ("tiled.fa2", "sdpa.math"):
-        assert {judgement.status for judgement in found.judgements if judgement.implementation == name} == {"passed"}, text
+        assert {judgement.status for judgement in found.judgements if judgement.implementation == name} == {"passed"}, (
+            text
+        )
         assert len({judgement.check for judgement in found.judgements if judgement.implementation == name}) == 2, text
         assert not found.failing_tests(name)
 
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_host_that_lost_its_device_serves_no_other_check(tmp_path: Path, lost: bool) -> None:
-    """As after work that outlived its call: no call told of it. The device's answer is put in here; on a machine without one, it is never asked."""
+    """A worker whose device fails after a call, so that no call reports it, runs no other check.
+
+    The test replaces the question to the device, because a machine without a GPU never asks it.
+    """
     kernel = tmp_path / "kernel.py"
     kernel.write_text(f"""
 import os
@@ -189,7 +252,13 @@ def attention(query, key, value):
     return innocent(query, key, value)
 """)
     command = [sys.executable, "-m", "pytest", CALLS, "-q", "-n1", *QUICK, f"--records={tmp_path / 'records.jsonl'}"]
-    command += [f"--impl={kernel}:attention", "--dtype=float32", "--device=cpu", "-k", "test_answers or test_calls_agree"]
+    command += [
+        f"--impl={kernel}:attention",
+        "--dtype=float32",
+        "--device=cpu",
+        "-k",
+        "test_answers or test_calls_agree",
+    ]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert "2 passed" in ended.stdout, ended.stdout + ended.stderr
     assert len(set((tmp_path / "processes").read_text().split())) == (2 if lost else 1)
@@ -197,8 +266,13 @@ def attention(query, key, value):
 
 @pytest.mark.parametrize("status", ["passed", "refused", "failed", "known defect"])
 def test_a_worker_that_dies_after_a_record(tmp_path: Path, status: Status) -> None:
-    """Its death is a failure of the check, unless the record before it told of the failure that the worker ended itself for."""
-    about = Judgement(run="", implementation="x", check="contract/answers", case="", dtype="float32", device="cpu", status="failed")
+    """The death of a worker is a failure of the check.
+
+    The exception is a worker that ended itself after a failure: its last record reports that failure already.
+    """
+    about = Judgement(
+        run="", implementation="x", check="contract/answers", case="", dtype="float32", device="cpu", status="failed"
+    )
     written = journal.Journal(tmp_path)
     written.begin("check", about)
     written.given(Case.parse(PLAIN))
@@ -213,7 +287,7 @@ def test_a_worker_that_dies_after_a_record(tmp_path: Path, status: Status) -> No
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path: Path) -> None:
-    """A device that has stopped, and work that no one waits for."""
+    """On a GPU, a run reports a device that failed, and work in a stream that does not wait."""
     if not torch.cuda.is_available():
         pytest.skip("CUDA: no device")
     said = SAID_ON_A_GPU | {"hangs_in_c": "no answer within 30 s"}

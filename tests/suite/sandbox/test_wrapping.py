@@ -1,4 +1,4 @@
-"""The code that an error suggests: it runs as it is printed, and what it makes is verified for what the kernel takes."""
+"""The code that an error suggests: it runs as it is printed, and the wrapper claims what the kernel takes."""
 
 import functools
 import math
@@ -60,11 +60,13 @@ class Tutorial(torch.autograd.Function):
 operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """
 NAMES = ("pair", "arrays", "to_array", "required", "last", "verified_too", "Tutorial.apply", "operator")
-CASES = [Case.parse(f"b2 h2 q33 k33 d16 {words}") for words in ("float32", "float32 causal scale0.3", "bfloat16 causal")]
+CASES = [
+    Case.parse(f"b2 h2 q33 k33 d16 {words}") for words in ("float32", "float32 causal scale0.3", "bfloat16 causal")
+]
 
 
 def message(name: str) -> str:
-    """The error of loading a kernel, or of its first call."""
+    """Returns the error of loading a kernel, or of its first call."""
     try:
         implementation = loading.load(name)
         attend(implementation, CASES[0], inputs(CASES[0]), backward=False)
@@ -75,11 +77,17 @@ def message(name: str) -> str:
 
 @pytest.mark.parametrize("kernel", NAMES)
 def test_the_code_runs_as_printed(tmp_path: Path, kernel: str) -> None:
-    """It is added to the kernel's file, as the message says, and takes the parameters that the kernel has."""
+    """The suggested code is added to the kernel's file, as the message says.
+
+    The wrapper that it defines takes the parameters of the kernel, and its answers are right.
+    """
     (tmp_path / "before.py").write_text(KERNELS)
     text, after = message(f"{tmp_path}/before.py:{kernel}"), tmp_path / "after.py"
     advice, _, code = text.partition(":\n\n")
-    assert advice.endswith(f"; add this to {tmp_path}/before.py, and give '{tmp_path}/before.py:{VERIFIED}'") or "*args" in advice
+    assert (
+        advice.endswith(f"; add this to {tmp_path}/before.py, and give '{tmp_path}/before.py:{VERIFIED}'")
+        or "*args" in advice
+    )
     after.write_text(f"{KERNELS}\n{code}\n")
     implementation = loading.load(f"{after}:{VERIFIED}")
     for case in CASES:
@@ -111,17 +119,19 @@ def test_a_function_of_a_module_is_imported(function: object, name: str) -> None
 
 
 def plain(query: object, key: object, value: object, *, is_causal: bool = False, **others: object) -> object:
-    """All that it names is given."""
+    """Has only parameters that flashproof gives."""
     return query
 
 
-def renamed(query: object, key: object, value: object, causal: bool = False, sm_scale: float = 1.0, window: int = 0) -> object:
-    """The names of other libraries."""
+def renamed(
+    query: object, key: object, value: object, causal: bool = False, sm_scale: float = 1.0, window: int = 0
+) -> object:
+    """Has the parameter names of other libraries."""
     return query
 
 
 def seedless(query: object, key: object, value: object, mask: object = None, dropout_p: float = 0.0) -> object:
-    """Dropout without a seed cannot be verified."""
+    """Has dropout without a seed, which cannot be verified."""
     return query
 
 
@@ -129,14 +139,20 @@ def seedless(query: object, key: object, value: object, mask: object = None, dro
     ("function", "words"),
     [
         (plain, ""),
-        (renamed, "causal, sm_scale, window (parameters of here); rename causal to is_causal and sm_scale to scale to have this verified"),
+        (
+            renamed,
+            "causal, sm_scale, window (parameters of here); "
+            "rename causal to is_causal and sm_scale to scale to have this verified",
+        ),
         (seedless, "mask, dropout_p (parameters of here)"),
         (torch.nn.functional.scaled_dot_product_attention, "attn_mask, dropout_p (parameters of here)"),
     ],
 )
 def test_parameters_that_are_never_given(function: Callable[..., object], words: str) -> None:
     assert never_given(of_callable(function, "here")) == words
-    assert never_given(Implementation(name="here", attention=renamed, supports=of_callable(plain, "here").supports)) == ""
+    assert (
+        never_given(Implementation(name="here", attention=renamed, supports=of_callable(plain, "here").supports)) == ""
+    )
 
 
 # ------------------------------------------------------------------------------------------------ the line of an error
@@ -175,8 +191,10 @@ def backward(query, key, value):
         ("backward", "backward raised KeyError: 'backward' (faulty.py:11)"),
     ],
 )
-def test_an_exception_has_the_line_of_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, words: str) -> None:
-    """The innermost one, and none of PyTorch's."""
+def test_an_exception_has_the_line_of_the_users_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, words: str
+) -> None:
+    """An error shows the innermost line of the user's file, and no line of PyTorch."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "faulty.py").write_text(FAULTY)
     with pytest.raises((Fault, Refused)) as raised:
@@ -197,7 +215,16 @@ def test_a_run_names_them_once(tmp_path: Path) -> None:
         "    return right(query, key, value, causal, scale)\n"
     )
     target = f"{tmp_path}/mine.py:attention"
-    command = [sys.executable, "-m", "pytest", f"--impl={target}", "-k", "contract and answers", "--dtype=float32", "-n0"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        f"--impl={target}",
+        "-k",
+        "contract and answers",
+        "--dtype=float32",
+        "-n0",
+    ]
     command += [f"--records={tmp_path}/records.jsonl", "-p", "no:cacheprovider"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     words = f"never given: causal (parameters of {target}); rename causal to is_causal to have this verified"
@@ -206,7 +233,7 @@ def test_a_run_names_them_once(tmp_path: Path) -> None:
 
 
 def test_a_mask_that_is_bound_is_not_the_only_one() -> None:
-    """A function that is causal unless it is told otherwise is told."""
+    """If a function is causal by default, a call without a mask gives it `is_causal=False`."""
     causal = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
     implementation = of_callable(causal, "causal")
     case = Case.parse("b1 h1 q5 k5 d16")
