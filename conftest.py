@@ -27,7 +27,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Prepares the check of shapes, before others import what it wraps. Neither a verification nor a benchmark has it."""
+    """Prepares the check of shapes before others import what it wraps.
+
+    A verification and a benchmark do without it.
+    """
     if pytest_plugin.is_asked_for(config) or config.getoption("benchmark_only", default=False):
         return
     if find_spec("jaxtyping") and find_spec("beartype"):
