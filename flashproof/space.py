@@ -396,6 +396,16 @@ def _autocast_keeps_the_dtype(known: Known) -> bool:
     return known.get("call") != "autocast" or known.get("dtype") != "float32"
 
 
+@_rule("call", "dtype", "shift", "scale")
+def _autocast_does_not_overflow(known: Known) -> bool:
+    """Under autocast, products are rounded to float16 before they are scaled.
+
+    A score of 10000 may be a product of 160000.
+    """
+    of_float16 = known.get("call") == "autocast" and known.get("dtype") == "float16"
+    return not of_float16 or known.get("shift") != "10000" or known.get("scale", "1") != "default"
+
+
 # ------------------------------------------------------------------------------------------------------------ array
 
 

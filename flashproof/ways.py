@@ -39,9 +39,14 @@ def wanted(case: Case) -> tuple[TensorName, ...]:
 
 
 def arithmetic(implementation: Implementation, case: Case, device: Device) -> Arithmetic:
-    """What an answer is judged by: what the implementation claims, and under autocast products of the input dtype."""
+    """What an answer is judged by: what the implementation claims, and more roundings under autocast.
+
+    There PyTorch's products are rounded to the input dtype, and so are the gradients of each query head.
+    """
     claimed = implementation.arithmetic(case.dtype, device)
-    return replace(claimed, products="input") if case.call == "autocast" else claimed
+    if case.call != "autocast":
+        return claimed
+    return replace(claimed, products="input", gradients="input" if claimed.gradients == "input" else "heads")
 
 
 def computed(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:

@@ -98,6 +98,7 @@ class Units:
     u_p: float  # the cast of P or dS before a product
     u_o: float  # the rounding of the output
     u_l: float  # the rounding of the LSE to float32; 0 if the accumulator's own roundings include it
+    u_n: float  # one operation of the LSE that normalises: as u_a, or of the input dtype as under torch.autocast
     product: float  # the rounding of the operands of a product (TF32)
     eps_e: float  # the exponential
     eta: float  # the underflow of a weight
@@ -119,12 +120,12 @@ class Units:
     def of_lse(self, lse_abs: Tensor) -> Tensor:
         """The relative error of a result that is divided by exp(lse) instead of by a sum, shaped like lse_abs = |L|.
 
-        The roundings of an LSE are u_a (2 |L| + 4) (Blanchard, Higham and Higham, as in the bound of the LSE). They
+        The roundings of an LSE are u_n (2 |L| + 4) (Blanchard, Higham and Higham, as in the bound of the LSE). They
         count twice: once for a part and once for the whole. One exponential is added. The error may be large, because
         half an ulp of 1e10 is 512. It is 0 unless `by_lse`.
         """
         return (
-            torch.expm1((self.u_a * (4.0 * lse_abs + 8.0) + self.eps_e).clamp(max=_LARGEST_EXPONENT))
+            torch.expm1((self.u_n * (4.0 * lse_abs + 8.0) + self.eps_e).clamp(max=_LARGEST_EXPONENT))
             if self.by_lse
             else torch.zeros_like(lse_abs)
         )
@@ -162,12 +163,14 @@ def units_of(problem: Problem, claim: "Claim") -> Units:
         u_p=_ROUNDOFF[dtype] if cast else 0.0,
         u_o=_ROUNDOFF[dtype],
         u_l=_ROUNDOFF[torch.float32] if arithmetic.accumulate == "float64" and dtype != torch.float64 else 0.0,
+        u_n=_ROUNDOFF[dtype] if arithmetic.products == "input" else roundoff,
         # With "input", both operands of a product and the product itself are rounded to the input dtype.
         product=3.0 * _ROUNDOFF[dtype] if arithmetic.products == "input" else _PRODUCTS[arithmetic.products],
         eps_e=2.0 * arithmetic.exp_ulps * elementary,
         eta=(_UNDERFLOW[torch.float64] if arithmetic.accumulate == "float64" else arithmetic.exp_smallest)
         + (_UNDERFLOW[dtype] if cast else 0.0),
-        tiny=_UNDERFLOW[dtype],
+        # With "input", a product underflows before it is divided, and the output underflows after that.
+        tiny=(2.0 if arithmetic.products == "input" else 1.0) * _UNDERFLOW[dtype],
         tiles=tiles,
         row_sum=min(keys, arithmetic.key_tile + tiles) if arithmetic.key_tile else keys,
         by_lse=arithmetic.normaliser == "lse",
@@ -289,7 +292,7 @@ def share(problem: Problem, claim: Claim, of: Claim) -> float | None:
     pairs += [(small.gamma(small.row_sum), large.gamma(large.row_sum)), (small.rescaling, large.rescaling)]
     pairs += [
         (getattr(small, unit), getattr(large, unit))
-        for unit in ("u_a", "u_p", "u_o", "u_l", "product", "eps_e", "eta", "tiny")
+        for unit in ("u_a", "u_p", "u_o", "u_l", "u_n", "product", "eps_e", "eta", "tiny")
     ]
     pairs += [(small.sixteen_bit_steps * small.u_o, large.sixteen_bit_steps * large.u_o)]
     pairs += [((1 + small.sixteen_bit_steps) * small.tiny, (1 + large.sixteen_bit_steps) * large.tiny)]

@@ -124,12 +124,6 @@ def products_in_float64(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale:
     return out / total, (maximum * scale + torch.log(total))[:, 0]
 
 
-@variant("keys in the order of their size, the smallest first")
-def smallest_keys_first(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    order = k.float().square().sum(dim=1).argsort()
-    return finished(online(q, k[order], v[order], visible[:, order], scale, tiles(len(k), 48)), scale)
-
-
 @variant("hidden scores are a large negative number, not minus infinity")
 def large_negative_scores(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     scores = torch.where(visible, scale * (q.float() @ k.float().T), -1e30)
