@@ -10,6 +10,7 @@ from typing import Any
 from flashproof.reports.record import (
     Absence,
     Claim,
+    Combined,
     Curve,
     Element,
     Environment,
@@ -303,6 +304,8 @@ def mutation(run: str = CPU) -> list[Record]:
         trial("two-passes", "allclose 1e-2", True, inputs="theirs"),
         trial("tiled.fa2", "accuracy/forward", False),
         trial("tiled.fa2", "gradients/backward", False),
+        Combined(run=run, suite="default", kind="pairs", rejected=299, tried=300),
+        Combined(run=run, suite="default", about="head dim", rejected=33, tried=34),
     ]
 
 

@@ -83,6 +83,8 @@ def test_the_index_leads_to_the_page_and_it_tells_all(tmp_path: Path) -> None:
         "A tutorial",
         "false alarm",
         "out rho 7.3",
+        "two properties meet",
+        "299 (99 %)",
     ):
         assert words in page
 

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -188,33 +189,33 @@ def keeps_batch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.cat([out[:batch], torch.zeros_like(out[batch:])])
 
 
-_calls = 0
+_calls: Counter[str] = Counter()  # in this process
 
 
-def _count() -> int:
-    global _calls  # noqa: PLW0603
-    _calls += 1
-    return _calls
+def _count(kernel: str) -> int:
+    """Counts the calls of a kernel. Other kernels may have been called in the same process."""
+    _calls[kernel] += 1
+    return _calls[kernel]
 
 
 def wrong_in_the_second_call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Is wrong in every second call, as if a call left its accumulator behind."""
-    return attention(query, key, value) * (1.0 if _count() % 2 else 2.0)
+    return attention(query, key, value) * (1.0 if _count("wrong_in_the_second_call") % 2 else 2.0)
 
 
 def wrong_in_one_of_twenty(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Is wrong in one of twenty calls, like a race condition that seldom shows."""
-    return attention(query, key, value) * (1.01 if _count() % 20 == 19 else 1.0)
+    return attention(query, key, value) * (1.01 if _count("wrong_in_one_of_twenty") % 20 == 19 else 1.0)
 
 
 def right_in_one_of_twenty(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Is right in one of twenty calls, beginning with the first, like a race condition that nearly always shows."""
-    return attention(query, key, value) * (1.0 if _count() % 20 == 1 else 1.01)
+    return attention(query, key, value) * (1.0 if _count("right_in_one_of_twenty") % 20 == 1 else 1.01)
 
 
 def refuses_the_second_call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Refuses every call after the first, like a kernel that never releases a resource."""
-    if _count() > 1:
+    if _count("refuses_the_second_call") > 1:
         raise RuntimeError("already in use")
     return attention(query, key, value)
 
@@ -222,7 +223,7 @@ def refuses_the_second_call(query: Tensor, key: Tensor, value: Tensor) -> Tensor
 def loses_its_gradient(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
     """Detaches its output from autograd in every third call."""
     out = attention(query, key, value, is_causal)
-    return out.detach() if _count() % 3 == 0 else out
+    return out.detach() if _count("loses_its_gradient") % 3 == 0 else out
 
 
 def ignores_scale(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False,
