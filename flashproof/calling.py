@@ -226,6 +226,12 @@ def _about(implementation: Implementation, case: Case, inputs: Inputs, *, backwa
 _answered: set[_About] = set()  # of an implementation, whatever the seed, with backward or without
 
 
+def answered_before(implementation: Implementation) -> Case | None:
+    """A case whose forward the implementation has answered in this process, called plainly. None if there is none."""
+    found = (case for name, case, _, backward in _answered if name == implementation.name and not backward)
+    return min((case for case in found if case.call == "plain"), key=str, default=None)
+
+
 def forward(
     implementation: Implementation,
     case: Case,

@@ -28,6 +28,7 @@ from flashproof.calling import (
     Observer,
     Refused,
     TensorName,
+    answered_before,
     attend,
     forward,
     go_back,
@@ -160,10 +161,19 @@ class Subject:
         except Refused as refusal:
             self.refusals.append(str(refusal))
             self._emit(case, "refused", message=str(refusal), of_every_call=refusal.of_every_call)
+            self._ask_again()
         except Fault as fault:
             self.fail(case, str(fault), of_every_call=fault.of_every_call)
             self._end_if_spoilt(fault)
         return None
+
+    def _ask_again(self) -> None:
+        """After the first refusal of a check, asks for a case that was answered before.
+
+        A kernel that refuses that one too has not declined a case. It is of no use any more, and fails.
+        """
+        if len(self.refusals) == 1 and (case := answered_before(self.implementation)):
+            self.attend(case, backward=False)
 
     @property
     def _observer(self) -> Observer:
