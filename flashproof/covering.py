@@ -61,12 +61,11 @@ class Covering:
         self.forgotten: list[list[int]] = []  # pairs and triples that were found to be impossible
         self.open_pairs = self.pairs.copy()
         self.open_triples = self.triples.copy()
-        self.used = np.zeros(
-            len(self.factor)
-        )  # rows that have the level: of two that complete as much, the rarer is taken
+        # The number of rows that have a level. Of two levels that complete as much, the rarer one is taken.
+        self.used = np.zeros(len(self.factor))
         self._costs = np.zeros(len(self.factor)) if costs is None else np.concatenate(costs)
         self._hiding = np.zeros(len(self.factor), dtype=bool) if hiding is None else np.concatenate(hiding)
-        # What makes plain levels the first choice, and of others the ones that come first.
+        # These costs make plain levels the first choice. Other levels follow in their order.
         self._plainly = 1e9 * (np.arange(len(self.factor)) - self.starts[self.factor])
 
     def _row(self, *levels: int) -> list[int]:
@@ -86,7 +85,7 @@ class Covering:
         return found
 
     def _possible_triples(self) -> np.ndarray:
-        """Those whose pairs are possible: nearly all that are; one that is not is found when a row wants it."""
+        """The triples whose pairs are possible. A few of them are impossible; `next_row` finds them."""
         return self.pairs[:, :, None] & self.pairs[:, None, :] & self.pairs[None, :, :]
 
     def next_row(self) -> Row | None:
@@ -127,7 +126,8 @@ class Covering:
         for found, size in ((pairs, 2), (triples, 3)):
             if len(hiding) > size:
                 continue
-            parts = [*([level] for level in hiding), *[levels] * (size - len(hiding))]  # all that hide, and any others
+            # The row completes what has all of its hiding levels, and any of its levels in the other places.
+            parts = [*([level] for level in hiding), *[levels] * (size - len(hiding))]
             for order in permutations(range(size)):
                 found[np.ix_(*(parts[place] for place in order))] = False
 
@@ -170,7 +170,7 @@ class Covering:
         """
         row = self._row(*chosen)
         gain = np.zeros(len(self.factor))
-        worth_so_far = 0.0  # of what a hiding level would take from the row
+        worth_so_far = 0.0  # what the row completes by now; a hiding level would take it away
         possible = np.ones(len(self.factor), dtype=bool)
         taken: list[int] = []
         for level in chosen:

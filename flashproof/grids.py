@@ -14,8 +14,8 @@ from flashproof.space import Space
 Grid = Callable[[Space, Dtype], list[Case]]
 
 
-# What a search found, as small as it got, and what a fault was found to need that the array need not hold: each failed
-# once, of a kernel or of the suite. A new find is pinned here, without its dtype.
+# Cases that failed once, of a kernel or of the suite. The search made them small. The array may lack what they have. A
+# new find is added here, without its dtype.
 PINNED = """
 b1 h2/1 q33 k33 d16 causal x4 expanded     # gradients summed in float16 underflow at every step; the bound said once
 b1 h1 q18 k18 d16 uniform                  # equal weights, equal gradients of keys: one sample of a bias
@@ -32,7 +32,7 @@ b1 h1 q70 k150 d64 causal-br shift-100     # the last tile is hidden from some r
 
 
 def called(call: Call) -> Grid:
-    """The cases of the array that call a kernel in this way, and what is pinned in plain calls."""
+    """The cases of the array that call a kernel in this way. Plain calls have the pinned cases too."""
 
     def of(space: Space, dtype: Dtype) -> list[Case]:
         pinned = _parsed(PINNED, dtype) if call == "plain" and space.room.pairs else ()
@@ -42,7 +42,10 @@ def called(call: Call) -> Grid:
 
 
 def where(holds: Callable[[Case], bool] = lambda case: True, *, most: int) -> Grid:
-    """The first cases of the array of which this holds, made ordinary: for checks that change a tensor, and compare."""
+    """The first cases of the array that meet a condition, with a plain call and plain numbers.
+
+    For checks that change a tensor and compare two answers. holds: the condition. most: how many cases.
+    """
 
     def of(space: Space, dtype: Dtype) -> list[Case]:
         ordinary = (_ordinary(case) for case in space.cases if case.dtype == dtype)

@@ -22,9 +22,8 @@ from flashproof.tensors import Inputs, inputs
 
 CERTIFIED_PRODUCTS = 2**18  # batch x heads x queries x keys x dim up to which every element is enclosed in a ball
 CERTIFIED_HEADS = 64  # batch x heads up to which it is: a ball takes one head after another
-SCORES_FOR_A_GPU = (
-    2**21
-)  # batch x heads x queries x keys from which the float64 oracle is computed on the kernel's own device
+# From so many scores (batch x heads x queries x keys), the float64 oracle is computed on the kernel's own device.
+SCORES_FOR_A_GPU = 2**21
 BY_ROWS: tuple[TensorName, ...] = ("out", "lse", "dq")  # tensors with a row for each query
 SAMPLED_FROM = 1024  # keys from which rows are sampled and enclosed beside the float64 oracle
 
@@ -39,7 +38,7 @@ class Exact:
     statistical: Attention  # the probabilistic bound without 16-bit casts: the unit, or a part, of the bias
     gates: bool  # whether the probabilistic bound gates too
     casts: list[Attention]  # what roundings to nearest, of weights and of the output in delta, do here
-    is_even: bool  # whether errors of both signs are to be expected, so that a bias is a fault
+    is_even: bool  # whether a right kernel makes errors of both signs, so that a bias is a fault
     certainty: Certainty
 
     def on_cpu(self) -> "Exact":

@@ -58,9 +58,7 @@ class Budget:
 
 
 _asked: Budget | None = None
-_stop: Path | None = (
-    None  # a file that is there once the searches of a run are to end: the one thing that all its processes see
-)
+_stop: Path | None = None  # all processes of a run see this file; once it is there, their searches end
 _is_main = True  # and the process that takes it away
 
 

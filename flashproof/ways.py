@@ -74,7 +74,7 @@ class _Of:
         self.observer.spoilt()
 
 
-LARGEST_BATCH = 8  # to which another one is added
+LARGEST_BATCH = 8  # a batch of up to this size is also called with one entry more
 
 # ------------------------------------------------------------------------------------------------ one forward each
 
