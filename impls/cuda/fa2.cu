@@ -236,11 +236,11 @@ EXPORT(delta)
 
 #if defined(DKEY_DVALUE) || defined(DQUERY)
 
-// P = exp(magnitude score - lse). An lse of -inf means that the row sees no key; then all its weights are 0. The exact
+// P = exp(scale score - lse). An lse of -inf means that the row sees no key; then all its weights are 0. The exact
 // weight is at most 1. For huge scores, the rounding error of the stored LSE could make it larger or even infinite
 // (half an ulp of 1e10 is 512), so the exponent is at most 0. NaN stays NaN.
-DEVICE float weight_of(float score, float lse, float magnitude) {
-    const float exponent = multiply_add(score, magnitude, lse == -INFINITY ? -INFINITY : -lse);
+DEVICE float weight_of(float score, float lse, float scale) {
+    const float exponent = multiply_add(score, scale, lse == -INFINITY ? -INFINITY : -lse);
     return exp2_of((exponent > 0.0f ? 0.0f : exponent) * LOG2_E);
 }
 
@@ -266,7 +266,7 @@ DEVICE void add_gradients(Sums<ROWS, PART>& dk, Sums<ROWS, PART>& dv, Tile<DIM> 
     p.clear();
     rows_by_rows(p, Operand<ROWS, false>(k, warp_row()), q);
     p.each([&](float& score, int m, int n, int i) {
-        score = weight_of(with_sign(score), read(lse + p.column(n, i)), problem.magnitude);
+        score = weight_of(score, read(lse + p.column(n, i)), problem.scale);
         if (MASKED && hidden(m, n, i)) score = 0.0f;
     });
     if (DROPOUT) {
@@ -366,7 +366,7 @@ DEVICE void add_gradients(Sums<ROWS, DIM>& dq, const Operand<ROWS, false>& q, co
     p.clear();
     rows_by_rows(p, q, k);
     p.each([&](float& score, int m, int, int i) {
-        score = weight_of(with_sign(score), lse[p.slot(m, i)], problem.magnitude);
+        score = weight_of(score, lse[p.slot(m, i)], problem.scale);
     });
     Sums<ROWS, STEP> ds;  // first dP, then dS
     ds.clear();

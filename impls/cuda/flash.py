@@ -138,7 +138,7 @@ def delta_launch(call: Call, source: str, out: Queries, dout: Queries, delta: Ro
     blocks = -(-call.queries // tile.warps) * call.heads * call.batch
     sizes = (ctypes.c_int(call.heads), ctypes.c_int(call.queries), ctypes.c_int(call.dim))
     arguments = (View.of(out), View.of(dout), ctypes.c_void_p(delta.data_ptr()), *sizes)
-    constants = _constants(call, out, tile) | {"VECTOR": 0, "CAUSAL": 0, "DROPOUT": 0, "SIGN": 1}
+    constants = _constants(call, out, tile) | {"VECTOR": 0, "CAUSAL": 0, "DROPOUT": 0}
     return Launch(source, "delta", blocks, tile.warps, 0, constants, (out, dout, delta), arguments)
 
 
@@ -221,10 +221,12 @@ def _launch(
     tensors = inputs + others
     arguments = [ctypes.c_void_p(x.data_ptr()) if x.ndim == 3 else View.of(x) for x in tensors]
     constants = _constants(call, inputs[0], tile) | {"VECTOR": int(vectors(*inputs))}
+    if kernel == "forward":  # the backward needs no row maximum, so it multiplies by the scale with its sign
+        constants["SIGN"] = sign_of(call)
     whole = (*arguments, Problem.of(call), masking.mask)
     return Launch(masking.source, kernel, blocks, tile.warps, shared_bytes, constants, tensors + masking.tensors, whole)
 
 
 def _constants(call: Call, query: Tensor, tile: Tile) -> dict[str, int | str]:
-    kind: dict[str, int | str] = {"Element": ELEMENTS[query.dtype], "DIM": padded_dim(call.dim), "SIGN": sign_of(call)}
+    kind: dict[str, int | str] = {"Element": ELEMENTS[query.dtype], "DIM": padded_dim(call.dim), "SIGN": 1}
     return kind | {"CAUSAL": int(call.is_causal), "DROPOUT": int(call.dropout_p > 0.0)} | tile.constants

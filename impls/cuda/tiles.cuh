@@ -6,7 +6,7 @@
 //   Element           the type of the inputs: float, half or bfloat16
 //   DIM               the head dim, padded to 64, 128 or 256
 //   VECTOR            whether kernels can copy rows in aligned pieces of 16 bytes
-//   SIGN              the sign of the scale: 1, -1 or 0
+//   SIGN              the sign of the scale: 1, -1 or 0; 1 for kernels that do not use it
 //   CAUSAL, DROPOUT   whether there is a causal mask, and whether there is dropout
 //
 // and the shape of the work:

@@ -41,28 +41,29 @@ def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return function if INTERPRETED.value else triton.jit(function)
 
 
-# By default, Triton compiles a kernel again for a size of 1, and for a size or a stride that 16 divides. This makes no
-# load wider, because UNIT, the unit of the strides, states the alignment of the tensors. `kernel` therefore excludes
-# _SIZES from both rules, and _STRIDES from the rule about 16.
+# By default, Triton compiles a kernel again for a size or a stride of 1, and for a size, a stride or an address that 16
+# divides. Loads gain only if all tensors are aligned, which one constant, UNIT, states. `kernel` therefore excludes
+# _SIZES and _STRIDES from these rules, and _TENSORS from the rule about addresses where UNIT is 1.
 _PLACES = ("heads", "kv_heads", "groups", "queries", "keys", "offset")
+_TENSORS = ("query", "key", "value", "out", "dout", "dquery", "dkey", "dvalue")
+_STRIDES = tuple(f"{name}_strides" for name in (*_TENSORS, "lists"))
 _SIZES = (*_PLACES, "seed", "last_dropped")
-_STRIDES = tuple(
-    f"{name}_strides" for name in ("query", "key", "value", "out", "dout", "dquery", "dkey", "dvalue", "lists")
-)
 
 
 def kernel(function: Callable[..., Any], *, and_for: tuple[str, ...] = ()) -> Any:
     """Marks a kernel.
 
-    A kernel is compiled for its constants, its dtypes and strides of 1. It is not compiled again for other kinds of
-    sizes, except for the sizes that `and_for` names.
+    A kernel is compiled for its constants and its dtypes. It is not compiled again for other kinds of sizes, except for
+    the sizes that `and_for` names.
 
     In the interpreter, sizes and strides stay plain numbers, as constants do. The interpreter would turn any other
     number into an array, and the sum of two such numbers into a call.
     """
-    unlike = [size for size in _SIZES if size not in and_for]
-    compiled = triton.jit(function, do_not_specialize=unlike, do_not_specialize_on_alignment=_STRIDES)
-    if INTERPRETED.value:
+    unlike = [size for size in (*_SIZES, *_STRIDES) if size not in and_for]
+    compiled = triton.jit(function, do_not_specialize=unlike)
+    if not INTERPRETED.value:
+        compiled.unaligned = triton.jit(function, do_not_specialize=unlike, do_not_specialize_on_alignment=_TENSORS)
+    else:
         compiled.rewrite().__annotations__.update(dict.fromkeys((*_PLACES, *_STRIDES), tl.constexpr))
     return compiled
 
@@ -153,7 +154,9 @@ def head_of(
     if WIDE:
         row = row.to(tl.int64)
         column = column.to(tl.int64)
-    return start, row * (strides[2] * UNIT) + column * strides[3], wide(strides[2] * UNIT)
+    if UNIT == 1:
+        column = column * strides[3]
+    return start, row * (strides[2] * UNIT) + column, wide(strides[2] * UNIT)
 
 
 @device_function
@@ -300,12 +303,17 @@ def with_strides(**tensors: Tensor) -> dict[str, Any]:
 
     Each tensor is passed under its name, and its strides as `<name>_strides`.
 
-    UNIT is the unit in which all strides except the last are counted. It is 8 elements if 8 divides all of these
-    strides, so that a GPU loads 16 bytes at a time, and otherwise 1 element. WIDE says that an offset inside a tile,
-    which has at most 256 rows and columns, may need more than 32 bits.
+    UNIT is the unit in which all strides except the last are counted. It is 8 elements if a GPU can load 16 bytes at a
+    time from every tensor: 16 divides the addresses, 8 divides these strides, and the columns are contiguous. Otherwise
+    it is 1 element. WIDE says that an offset inside a tile, which has at most 256 rows and columns, may need more than
+    32 bits.
     """
     strides = {name: tensor.stride() for name, tensor in tensors.items()}
-    unit = 8 if all(stride % 8 == 0 for each in strides.values() for stride in each[:3]) else 1
+    aligned = all(
+        tensor.data_ptr() % 16 == 0 and tensor.stride(3) == 1 and not any(stride % 8 for stride in tensor.stride()[:3])
+        for tensor in tensors.values()
+    )
+    unit = 8 if aligned else 1
     wide = any(256 * (row + column) >= 2**31 for _, _, row, column in strides.values())
     counted = {
         f"{name}_strides": (batch // unit, head // unit, row // unit, column)
@@ -380,5 +388,6 @@ class Launch:
     def run(self) -> None:
         """Starts the kernel on the device of its tensors."""
         tensor = next(argument for argument in self.arguments.values() if isinstance(argument, Tensor))
+        kernel = self.kernel if INTERPRETED.value or self.arguments["UNIT"] > 1 else self.kernel.unaligned
         with _ONE_AT_A_TIME if INTERPRETED.value else nullcontext(), torch.cuda.device_of(tensor), _as_on_a_gpu():
-            self.kernel[self.grid](**self.arguments, **self.options)
+            kernel[self.grid](**self.arguments, **self.options)
