@@ -83,6 +83,7 @@ KERNEL(forward)(View<const Element> query, View<const Element> key, View<const E
             copies_wait();
             // All threads see the tiles now. The four lanes that share a row have read what one of them will write.
             barrier();
+            times_sign<OWN>(q, problem.scale);
 
             Drawn<ROWS, STEP> drawn;
             if (DROPOUT)
@@ -95,9 +96,8 @@ KERNEL(forward)(View<const Element> query, View<const Element> key, View<const E
             rows_by_rows(scores, Operand<ROWS, false>(q, warp_row()), k);
             Registers<float, ROWS / 8> tile_max = all<ROWS / 8>(-INFINITY), tile_sum = all<ROWS / 8>(0.0f);
             scores.each([&](float& score, int m, int n, int i) {
-                score = sees(first + scores.row(m, i), first_key + scores.column(n, i), problem, offset)
-                            ? with_sign(score)
-                            : -INFINITY;
+                const bool seen = sees(first + scores.row(m, i), first_key + scores.column(n, i), problem, offset);
+                if (!seen) score = -INFINITY;
                 tile_max[scores.slot(m, i)] = maximum_of(tile_max[scores.slot(m, i)], score);
             });
             UNROLL
@@ -202,6 +202,7 @@ KERNEL(backward)(View<const Element> query, View<const Element> key, View<const 
                 copy_tile<OWN>(d, douts, first_query);
                 copies_wait();
                 barrier();  // all threads see the tiles now
+                times_sign<OWN>(q, problem.scale);
 
                 // delta_i = sum_j P_ij dP_ij. It equals sum_d dO_id O_id.
                 const int first = first_query + warp_row();
@@ -229,7 +230,7 @@ KERNEL(backward)(View<const Element> query, View<const Element> key, View<const 
                 p.each([&](float& score, int m, int n, int i) {
                     const int r = p.slot(m, i);
                     const bool seen = sees(first + p.row(m, i), first_key + p.column(n, i), problem, offset);
-                    score = seen ? exp2_of((with_sign(score) - maximum[r]) * problem.exponent_scale) * normaliser[r]
+                    score = seen ? exp2_of((score - maximum[r]) * problem.exponent_scale) * normaliser[r]
                                  : 0.0f;
                 });
                 Sums<ROWS, STEP> ds;  // first dP, then dS = P o (dP - delta)
@@ -276,7 +277,7 @@ KERNEL(backward)(View<const Element> query, View<const Element> key, View<const 
             }
         }
         const int first = first_key + first_sum;
-        store_rows(head_of(dkey, batch, kv_head, problem.keys, problem.dim), dk, all<KEY_ROWS / 8>(problem.scale),
+        store_rows(head_of(dkey, batch, kv_head, problem.keys, problem.dim), dk, all<KEY_ROWS / 8>(problem.magnitude),
                    first, first_column);
         store_rows(head_of(dvalue, batch, kv_head, problem.keys, problem.dim), dv,
                    all<KEY_ROWS / 8>(problem.kept_scale), first, first_column);

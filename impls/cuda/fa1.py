@@ -25,7 +25,6 @@ from flashproof.impls.cuda.launching import (
     missing,
     packed_seed,
     padded_dim,
-    sign_of,
     slow,
     vectors,
 )
@@ -138,11 +137,7 @@ def _constants(call: Call, tile: Tile, *inputs: Tensor) -> dict[str, int | str]:
         "DIM": padded_dim(call.dim),
         "VECTOR": int(vectors(*inputs)),
     }
-    return (
-        kind
-        | {"SIGN": sign_of(call), "CAUSAL": int(call.is_causal), "DROPOUT": int(call.dropout_p > 0.0)}
-        | tile.constants
-    )
+    return kind | {"CAUSAL": int(call.is_causal), "DROPOUT": int(call.dropout_p > 0.0)} | tile.constants
 
 
 # ------------------------------------------------------------------------------------------------------------ operators

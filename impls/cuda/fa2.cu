@@ -119,7 +119,6 @@ DEVICE void attend(Running& row, const Query& q, Tile<DIM> k, Tile<DIM> v, const
     UNROLL
     for (int r = 0; r < ROWS / 8; ++r) largest[r] = row.maximum[r];
     scores.each([&](float& score, int m, int n, int i) {
-        score = with_sign(score);
         if (MASKED) {
             const int key = first_key + scores.column(n, i);
             if (key >= problem.keys || !mask.sees(first_query + scores.row(m, i), key)) score = -INFINITY;
@@ -178,7 +177,10 @@ KERNEL(forward)(View<const Element> query, View<const Element> key, View<const E
         const int now = visit % 2, first_key = next_key;
         copies_wait();
         barrier();  // all threads see this tile now, and no warp reads the previous one any more
-        if (visit == 0) held.hold();
+        if (visit == 0) {
+            times_sign<OWN>(q, problem.scale);
+            held.hold();
+        }
         if (visit + 1 < visits.count) fetch(next_key = visits.first(visit + 1), 1 - now);
         Drawn<ROWS, STEP> drawn;
         if (DROPOUT) {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashproof.impls.call import Call, Keys, Queries, Rows
 from flashproof.impls.cuda import launching
-from flashproof.impls.cuda.launching import ELEMENTS, Launch, Problem, Tile, View, padded_dim, sign_of, vectors
+from flashproof.impls.cuda.launching import ELEMENTS, Launch, Problem, Tile, View, padded_dim, vectors
 from flashproof.impls.spec import Arithmetic, Device, Dtype, arithmetic_of_flash
 
 # ---------------------------------------------------------------------------------------------------------------- tiles
@@ -221,12 +221,10 @@ def _launch(
     tensors = inputs + others
     arguments = [ctypes.c_void_p(x.data_ptr()) if x.ndim == 3 else View.of(x) for x in tensors]
     constants = _constants(call, inputs[0], tile) | {"VECTOR": int(vectors(*inputs))}
-    if kernel == "forward":  # the backward needs no row maximum, so it multiplies by the scale with its sign
-        constants["SIGN"] = sign_of(call)
     whole = (*arguments, Problem.of(call), masking.mask)
     return Launch(masking.source, kernel, blocks, tile.warps, shared_bytes, constants, tensors + masking.tensors, whole)
 
 
 def _constants(call: Call, query: Tensor, tile: Tile) -> dict[str, int | str]:
-    kind: dict[str, int | str] = {"Element": ELEMENTS[query.dtype], "DIM": padded_dim(call.dim), "SIGN": 1}
+    kind: dict[str, int | str] = {"Element": ELEMENTS[query.dtype], "DIM": padded_dim(call.dim)}
     return kind | {"CAUSAL": int(call.is_causal), "DROPOUT": int(call.dropout_p > 0.0)} | tile.constants

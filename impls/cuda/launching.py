@@ -46,7 +46,7 @@ KERNELS["block_sparse.cu"] = KERNELS["fa2.cu"]
 ELEMENTS = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
 # The options of NVRTC. It does not fuse products and sums: the sources name each fused operation.
 OPTIONS = {"std": "c++17", "fma": False, "ptxas_options": ["-v"]}
-VARIABLES = ("CAUSAL", "DROPOUT", "VECTOR", "SIGN")  # variables of the twin; constants on a GPU
+VARIABLES = ("CAUSAL", "DROPOUT", "VECTOR")  # variables of the twin; constants on a GPU
 _TWIN = threading.Lock()  # held from the setting of these variables to the end of their launch
 
 
@@ -139,7 +139,7 @@ class Problem(ctypes.Structure):
     def of(cls, call: Call) -> "Problem":
         """The problem of a call.
 
-        A scale of 0 becomes SIGN 0 and magnitude 1. Then every score is 0, and -inf times the magnitude is -inf.
+        With a scale of 0, the kernels make every score 0. The magnitude is 1, because -inf times it has to stay -inf.
         """
         magnitude = abs(call.scale) if sign_of(call) else 1.0
         sizes = (call.heads, call.kv_heads, call.queries, call.keys, call.dim)
@@ -187,7 +187,7 @@ def call_of(
 
 
 def sign_of(call: Call) -> int:
-    """SIGN of tiles.cuh: the sign of the scale after its rounding to float32."""
+    """The sign of the scale after its rounding to float32."""
     return int(np.sign(np.float32(call.scale)))
 
 

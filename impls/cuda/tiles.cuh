@@ -6,7 +6,6 @@
 //   Element           the type of the inputs: float, half or bfloat16
 //   DIM               the head dim, padded to 64, 128 or 256
 //   VECTOR            whether kernels can copy rows in aligned pieces of 16 bytes
-//   SIGN              the sign of the scale: 1, -1 or 0; 1 for kernels that do not use it
 //   CAUSAL, DROPOUT   whether there is a causal mask, and whether there is dropout
 //
 // and the shape of the work:
@@ -32,8 +31,7 @@ constexpr int CHUNK = 16 / sizeof(Element);  // elements in 16 bytes, the unit o
 // The sizes, the scale and the dropout of a call.
 struct Problem {
     int heads, kv_heads, queries, keys, dim;
-    // The scale, |scale| and |scale| log2 e. If the scale is 0, the last two are 1 and log2 e, and SIGN zeroes all
-    // scores.
+    // The scale, |scale| and |scale| log2 e. If the scale is 0, the last two are 1 and log2 e.
     float scale, magnitude, exponent_scale;
     unsigned long long seed;  // of the dropout mask
     unsigned last_dropped;    // the largest word that drops a weight
@@ -169,6 +167,18 @@ DEVICE void copy_tile(Tile<DIM> to, const Head<const Element>& from, int first_r
             }
         }
     }
+}
+
+// Multiplies a tile [LENGTH, DIM] of queries by the sign of the scale, which is exact. So the largest product in a row
+// belongs to the row's largest score, also if the scale is negative. A scale of 0 makes every product 0. All threads
+// see the tile before the call, and the result after it.
+template <int LENGTH>
+DEVICE void times_sign(Tile<DIM> tile, float scale) {
+    if (scale > 0.0f) return;
+    ROLLED
+    for (int i = thread_index(); i < LENGTH * DIM; i += 32 * WARPS)
+        write(tile.start + i, rounded<Element>(scale == 0.0f ? 0.0f : -to_float(read(tile.start + i))));
+    barrier();
 }
 
 // Starts to copy LENGTH float32 numbers, one for each row. Past the last row it writes 0.
@@ -460,10 +470,6 @@ DEVICE void columns_by_columns(Sums<HEIGHT, WIDTH>& sums, Tile<COLUMNS> left, in
 }
 
 // ------------------------------------------------------------------------------------------------------------- results
-
-// The product of two rows, times the sign of the scale. The multiplication is exact. So the largest result in a row
-// belongs to the row's largest score, also if the scale is negative.
-DEVICE float with_sign(float product) { return SIGN == 1 ? product : SIGN == 0 ? 0.0f : -product; }
 
 // Multiplies each row of the sums by its factor, rounds it to the tensor's type and stores it. The sums go to the rows
 // from first_row on and to the columns from first_column on. Elements outside the tensor are not stored. factors holds

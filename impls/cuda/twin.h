@@ -26,8 +26,8 @@
 //     Registers;
 //   - lanes that diverge and then meet at the same source line, as in a function that both branches call.
 //
-// CAUSAL, DROPOUT, VECTOR and SIGN are constants of the compilation on a GPU. Here they are variables, because as
-// constants they would only multiply the number of compilations.
+// CAUSAL, DROPOUT and VECTOR are constants of the compilation on a GPU. Here they are variables, because as constants
+// they would only multiply the number of compilations.
 #pragma once
 #include <cmath>
 #include <cstdarg>
@@ -51,7 +51,7 @@
     extern "C" int name##_sizes(int* sizes) { return twin::sizes_of(name, sizes); }
 
 extern "C" {
-int CAUSAL, DROPOUT, VECTOR, SIGN;
+int CAUSAL, DROPOUT, VECTOR;
 }
 
 struct alignas(16) float4 {

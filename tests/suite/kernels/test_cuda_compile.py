@@ -208,10 +208,10 @@ def test_kernels_of_other_calls_spill_nothing_and_fit(name: str, dtype: Dtype, t
 @pytest.mark.parametrize(
     ("variant", "constants"),
     [
-        (PLAIN, {"SIGN": 1, "DROPOUT": 0, "VECTOR": 1}),
-        (DROPOUT, {"SIGN": -1, "DROPOUT": 1, "VECTOR": 1}),
-        (STRIDED, {"SIGN": -1, "DROPOUT": 0, "VECTOR": 0}),
-        (BOTH, {"SIGN": -1, "DROPOUT": 1, "VECTOR": 0}),
+        (PLAIN, {"DROPOUT": 0, "VECTOR": 1}),
+        (DROPOUT, {"DROPOUT": 1, "VECTOR": 1}),
+        (STRIDED, {"DROPOUT": 0, "VECTOR": 0}),
+        (BOTH, {"DROPOUT": 1, "VECTOR": 0}),
     ],
 )
 @pytest.mark.parametrize("name", WITH_DROPOUT)
@@ -219,9 +219,7 @@ def test_a_call_makes_the_code_that_it_is_to_make(name: str, variant: Variant, c
     """Shows that the gates above compile the variants that they name."""
     for launch in launches(name, "float16", 64, True, variant):
         if launch.kernel != "delta":
-            signed = launch.kernel == "forward" or launch.source == "fa1.cu"
-            expected = constants if signed else constants | {"SIGN": 1}
-            assert expected.items() <= launch.constants.items()
+            assert constants.items() <= launch.constants.items()
 
 
 def test_code_for_the_architecture_is_the_code_that_runs() -> None:
