@@ -13,11 +13,11 @@ from flashproof.impls.catalogue import close
 from flashproof.impls.spec import Dtype, Supports
 
 Masking = Literal["full", "causal", "causal-br"]
-Family = Literal["normal", "outliers", "sharp", "spike", "rising", "ties", "uniform", "nokeys"]
+Family = Literal["normal", "outliers", "sharp", "spike", "rising", "ties", "padded", "uniform", "nokeys"]
 Values = Literal["normal", "positive", "equal", "sink", "small", "zero"]
-Douts = Literal["normal", "positive", "onehot", "somerows", "zero"]
+Douts = Literal["normal", "positive", "onehot", "somerows", "small", "large", "zero"]
 Layout = Literal["contiguous", "transposed", "columns", "sliced", "expanded", "pooled", "summed"]
-Sharing = Literal["apart", "one-kv", "one-qkv", "packed", "packed-heads", "packed-kv"]
+Sharing = Literal["apart", "dense", "one-kv", "one-qkv", "packed", "packed-heads", "packed-kv"]
 Number = Literal["float", "int", "numpy"]
 Call = Literal[
     "plain",
@@ -30,10 +30,12 @@ Call = Literal[
     "after-another",
     "renewed",
     "readdressed",
+    "grown",
     "checkpointed",
     "compiled",
     "thread",
     "threads",
+    "parallel",
     "default64",
     "deterministic",
     "autocast",
@@ -47,6 +49,7 @@ FAMILIES: dict[Family, str] = {
     "spike": "one key's score lifted by the magnitude",
     "rising": "scores rise from the first key to the last, by the magnitude",
     "ties": "every key occurs four times: tied maxima",
+    "padded": "the last quarter of the keys is zero, as padding that no mask hides",
     "uniform": "queries of zero: every visible key weighs the same",
     "nokeys": "keys of zero: every visible key weighs the same",
 }
@@ -63,6 +66,8 @@ DOUTS: dict[Douts, str] = {
     "positive": "output gradients of one sign",
     "onehot": "one entry of each row of the output gradient is 1, the others are 0",
     "somerows": "the output gradient is zero in every second run of 16 rows",
+    "small": "output gradients so small that many are subnormal in float16",
+    "large": "output gradients 256 times larger, as of a scaled loss",
     "zero": "output gradients of zero",
 }
 LAYOUTS: dict[Layout, str] = {
@@ -76,6 +81,7 @@ LAYOUTS: dict[Layout, str] = {
 }
 SHARINGS: dict[Sharing, str] = {
     "apart": "each tensor has memory of its own",
+    "dense": "query, key and value are [batch, length, heads, dim] without gaps, each in memory of its own",
     "one-kv": "key and value are one tensor",
     "one-qkv": "query, key and value are one tensor",
     "packed": "query, key and value are columns of one projection, [batch, length, all heads, dim]",
@@ -91,12 +97,14 @@ CALLS: dict[Call, str] = {
     "twice": "two backwards of one forward",
     "two-forwards": "another call with other options runs between forward and backward",
     "after-another": "after a call with other options",
-    "renewed": "after a call with other values in the same tensors",
-    "readdressed": "after a call with other tensors at the same addresses",
+    "renewed": "after calls with other values in the same tensors, the first of them without gradients",
+    "readdressed": "the same, but with other tensors at the same addresses",
+    "grown": "after a call with all keys but the last, as with a cache that grows",
     "checkpointed": "under torch.utils.checkpoint",
     "compiled": "under torch.compile",
     "thread": "in another thread",
     "threads": "in two threads at once",
+    "parallel": "with three threads for PyTorch's own loops",
     "default64": "under a default dtype of float64",
     "deterministic": "under torch.use_deterministic_algorithms",
     "autocast": "under torch.autocast",
@@ -111,11 +119,12 @@ PLAIN_CALLS: tuple[Call, ...] = (
     "after-another",
     "renewed",
     "readdressed",
+    "grown",
 )
 OF_DOUT: tuple[Layout, ...] = ("pooled", "summed")  # layouts that only an output gradient has
 
 TENSORS = ("q", "k", "v", "do")  # query, key, value and output gradient, as the words of a case name them
-SHARED = {"one-kv": "kv", "packed-kv": "kv", "one-qkv": "qkv", "packed": "qkv", "packed-heads": "qkv"}
+SHARED = {"dense": "qkv", "one-kv": "kv", "packed-kv": "kv", "one-qkv": "qkv", "packed": "qkv", "packed-heads": "qkv"}
 Layouts = tuple[Layout, Layout, Layout, Layout]
 Offsets = tuple[bool, bool, bool, bool]
 
@@ -138,6 +147,7 @@ class Case:
     dtype: Dtype = "float32"
     mask: Masking = "full"
     blocks: float | None = None  # the share of visible blocks of a random block mask; None: no block mask
+    one_mask: bool = False  # whether the block mask has one entry for all heads, for the whole batch, or for both
     family: Family = "normal"
     magnitude: float = 1.0
     shift: float = 0.0
@@ -166,6 +176,8 @@ class Case:
             raise ValueError(f"dropout: {self.dropout:g} is no probability below 1")
         if self.blocks is not None and not 0.0 <= self.blocks <= 1.0:
             raise ValueError(f"blocks: {self.blocks:g} is no share between 0 and 1")
+        if self.one_mask and self.blocks is None:
+            raise ValueError("one_mask: there is no block mask; give blocks too")
         if self.number == "int" and not float(self.scale or 0.5).is_integer():
             raise ValueError(f"scale: {self.scale} is no integer; give one, as in scale2int")
         if wrong := [TENSORS[i] for i in range(3) if self.layouts[i] in OF_DOUT]:
@@ -180,7 +192,7 @@ class Case:
             place = TENSORS.index(tensor)
             if self.layouts[place] != "contiguous" or self.offsets[place]:
                 return f"{tensor} to have no layout and no offset of its own"
-        if "q" in shared and self.queries != self.keys:
+        if "q" in shared and self.sharing != "dense" and self.queries != self.keys:
             return "as many queries as keys"
         if self.sharing in ("one-qkv", "packed-heads") and self.kv_heads != self.heads:
             return "as many key heads as query heads"
@@ -190,7 +202,7 @@ class Case:
         heads = f"h{self.heads}" if self.kv_heads == self.heads else f"h{self.heads}/{self.kv_heads}"
         words = [f"b{self.batch}", heads, f"q{self.queries}", f"k{self.keys}", f"d{self.dim}", self.dtype, self.mask]
         if self.blocks is not None:
-            words.append("blocks" + _digits(self.blocks))
+            words.append("blocks" + _digits(self.blocks) + ("one" if self.one_mask else ""))
         words.append(self.family)
         if self.magnitude != 1.0:
             words.append("x" + _digits(self.magnitude))
@@ -269,6 +281,7 @@ _PATTERNS: tuple[tuple[str, dict[str, type]], ...] = (
     (r"k(\d+)", {"keys": int}),
     (r"d(\d+)", {"dim": int}),
     (rf"blocks{_NUMBER}", {"blocks": float}),
+    (rf"blocks{_NUMBER}(one)", {"blocks": float, "one_mask": bool}),
     (rf"x{_NUMBER}", {"magnitude": float}),
     (rf"shift{_NUMBER}", {"shift": float}),
     (rf"scale{_NUMBER}", {"scale": float}),
@@ -316,7 +329,7 @@ def _parse_word(word: str) -> dict[str, object]:
 
 def not_claimed(case: Case, supports: Supports) -> str | None:
     """Why a claim leaves this case out, or None when it covers it."""
-    packed = case.sharing.startswith("packed")
+    packed = case.sharing == "dense" or case.sharing.startswith("packed")
     strided = next((layout for layout in case.layouts if layout != "contiguous"), case.sharing if packed else "")
     rules = (
         (case.dtype in supports.dtypes, f"dtype {case.dtype}"),

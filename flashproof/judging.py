@@ -144,7 +144,7 @@ def _of_numbers(case: Case) -> Case:
         number="float",
         layouts=layouts,  # type: ignore[arg-type]
         offsets=Case().offsets,
-        sharing="apart" if case.sharing.startswith("packed") else case.sharing,
+        sharing=case.sharing if case.sharing.startswith("one-") else "apart",
     )
 
 

@@ -105,22 +105,35 @@ def _of_tensor(name: str, place: int, field: str, words: Mapping[str, Any]) -> F
 
 # --------------------------------------------------------------------------------------------------------- lengths
 
-# The tiles of kernels are 16 to 256 long, most of them 64 or 128.
+# The tiles of kernels are 16 to 256 long, most of them 64 or 128. Some kernels split keys, or change their code, at
+# 512, 1024 or 2048.
 LENGTHS: dict[str, Sequence[int]] = {
-    "past a tile": [*range(65, 81), *range(128, 145)],
+    "past a tile": [*range(65, 81), *range(97, 145)],
     "1": range(1, 2),
     "2 to 15": range(2, 16),
     "16 to 64": range(16, 65),
-    "tiles": range(160, 385),
-    "over 1024": range(1025, 1280),
-    "over 4096": [*range(4097, 4165), *range(8193, 8261)],
+    "tiles": range(160, 257),
+    "257 to 512": [257, 260, 263, 272, 288, 301, 320, 333, 350, 368, 384, 391, 400, 448, 511, 512],
+    "513 to 1024": [513, 514, 528, 576, 640, 655, 700, 768, 896, 1000, 1008, 1023, 1024],
+    "over 1024": [1025, 1026, 1039, 1040, 1056, 1088, 1100, 1120, 1152, 1280, 1279, 1536, 1999, 2000, 2032, 2047, 2048],
+    "over 4096": [*range(4097, 4165), 4608, 8192, *range(8193, 8261)],
 }
-_ENDS = {1: "1", 15: "2 to 15", 64: "16 to 64", 144: "past a tile", 1024: "tiles", 4096: "over 1024"}
+_ENDS = {
+    1: "1",
+    15: "2 to 15",
+    64: "16 to 64",
+    144: "past a tile",
+    256: "tiles",
+    512: "257 to 512",
+    1024: "513 to 1024",
+    4096: "over 1024",
+}
 RESTS: dict[str, Callable[[int], bool]] = {
     "odd": lambda length: length % 2 == 1,
     "even": lambda length: length % 2 == 0 and length % 16 > 0,
     "of 16": lambda length: length % 16 == 0 and length % 64 > 0,
-    "of 64": lambda length: length % 64 == 0,
+    "of 64": lambda length: length % 64 == 0 and length % 512 > 0,
+    "of 512": lambda length: length % 512 == 0,
 }
 AS_QUERIES = "as queries"
 
@@ -136,7 +149,9 @@ def rest(length: int) -> str:
 
 
 def _fitting(length: str, left: str) -> list[int]:
-    return [number for number in LENGTHS[length] if RESTS[left](number)]
+    """The lengths of a class with this rest. Of all classes, if this one has none."""
+    every = [number for numbers in LENGTHS.values() for number in numbers if RESTS[left](number)]
+    return [number for number in LENGTHS[length] if RESTS[left](number)] or every
 
 
 def _keys(level: str, fields: Fields, pick: Pick) -> Fields:
@@ -147,7 +162,13 @@ def _keys(level: str, fields: Fields, pick: Pick) -> Fields:
 
 # ---------------------------------------------------------------------------------------------------------- factors
 
-_HEADS: dict[str, Sequence[int]] = {"1": [1], "2": [2], "3": [3], "5 to 9": range(5, 10), "16 to 33": range(16, 34)}
+_HEADS: dict[str, Sequence[int]] = {
+    "1": [1],
+    "2": [2],
+    "3 or 4": [3, 4],
+    "5 to 9": range(5, 10),
+    "16 to 33": range(16, 34),
+}
 _GROUPS: dict[str, Sequence[int]] = {
     "1": [1],
     "2": [2],
@@ -157,18 +178,30 @@ _GROUPS: dict[str, Sequence[int]] = {
     "8": [8],
     "9 to 71": [12, 16, 24, 48, 71],
 }
-_BATCHES: dict[str, Sequence[int]] = {"1": [1], "2": [2], "3 to 5": [3, 4, 5]}
+_BATCHES: dict[str, Sequence[int]] = {"1": [1], "2": [2], "3 to 9": [3, 4, 5, 8, 9]}
 MANY = "over 65535 with heads"  # the largest grid of a GPU in its second and third dimension
 _DIMS: dict[str, Sequence[int]] = {str(dim): [dim] for dim in (64, *(dim for dim in range(8, 257, 8) if dim != 64))}
-_DIMS |= {"odd": range(1, 64, 2), "even": [dim for dim in range(2, 64, 2) if dim % 8]}
-_SCALES: dict[str, tuple[float | None, str]] = {
-    "default": (None, "float"),
-    "given": (0.3, "float"),
-    "1": (1.0, "float"),
-    "integer": (1.0, "int"),
-    "NumPy": (0.7, "numpy"),
-    "negative": (-0.2, "float"),
-    "zero": (0.0, "float"),
+_DIMS |= {
+    "odd": range(1, 64, 2),
+    "even": [dim for dim in range(2, 64, 2) if dim % 8],
+    "odd over 64": [65, 71, 99, 127, 129, 161, 201, 255],
+    "even over 64": [66, 100, 130, 164, 250],
+}
+_SCALES: dict[str, tuple[Sequence[float | None], str]] = {
+    "default": ([None], "float"),
+    "given": ([0.3, 1.7, 0.02], "float"),
+    "1": ([1.0], "float"),
+    "integer": ([1.0, 2.0], "int"),
+    "NumPy": ([0.7], "numpy"),
+    "negative": ([-0.2, -1.3], "float"),
+    "zero": ([0.0], "float"),
+}
+_DROPOUTS: dict[str, Sequence[float]] = {"none": [0.0], "some": [0.1, 0.15, 0.3], "most": [0.85, 0.6]}
+_BLOCKS: dict[str, tuple[float | None, bool]] = {
+    "none": (None, False),
+    "half": (0.5, False),
+    "sparse": (0.15, False),
+    "for several heads": (0.5, True),
 }
 _MAGNITUDES = {"1": 1.0, "small": 2.0**-10, "16": 16.0, "64": 64.0}
 _LIFTS = {1.0: 12.0, 2.0**-10: 3.0, 16.0: 30.0, 64.0: 100.0}  # of a spike or a rise, in place of a magnitude
@@ -179,8 +212,9 @@ _SHIFTS = {"none": 0.0, "-100": -100.0, "100": 100.0, "10000": 1e4}
 
 
 def _scale(case: Case) -> str:
-    asked = (case.scale, case.number)
-    return next((word for word, scale in _SCALES.items() if scale == asked), "given")
+    return next(
+        (word for word, (scales, number) in _SCALES.items() if case.scale in scales and case.number == number), "given"
+    )
 
 
 def _batch(level: str, fields: Fields, pick: Pick) -> Fields:
@@ -239,15 +273,27 @@ FACTORS: tuple[Factor, ...] = (
     Factor("keys' rest", tuple(RESTS), lambda case: rest(case.keys), _keys),
     _classes("head dim", _DIMS, "dim", lambda case: case.dim),
     _field("mask", ("full", "causal", "causal-br"), weight=2.0),
-    _field("block mask", {"none": None, "half": 0.5, "sparse": 0.15}, field="blocks", weight=2.0),
+    Factor(
+        "block mask",
+        tuple(_BLOCKS),
+        lambda case: next((word for word, of in _BLOCKS.items() if of == (case.blocks, case.one_mask)), "another"),
+        lambda level, fields, pick: dict(zip(("blocks", "one_mask"), _BLOCKS[level], strict=True)),
+        weight=2.0,
+    ),
     Factor(
         "scale",
         tuple(_SCALES),
         _scale,
-        lambda level, fields, pick: dict(zip(("scale", "number"), _SCALES[level], strict=True)),
+        lambda level, fields, pick: {"scale": pick(_SCALES[level][0]), "number": _SCALES[level][1]},
         costs={"zero": RARE},
     ),
-    _field("dropout", {"none": 0.0, "some": 0.15, "most": 0.85}, weight=2.0),
+    Factor(
+        "dropout",
+        tuple(_DROPOUTS),
+        lambda case: next((word for word, shares in _DROPOUTS.items() if case.dropout in shares), "another"),
+        lambda level, fields, pick: {"dropout": pick(_DROPOUTS[level])},
+        weight=2.0,
+    ),
     _field("LSE", {"asked": True, "not asked": False}, field="lse"),
     _field("keywords", {"needed": False, "all": True}, field="spelled"),
     _field("sharing", [*SHARINGS]),
@@ -277,16 +323,19 @@ def levels(case: Case) -> dict[str, str]:
     return {factor.name: factor.of(case) for factor in FACTORS}
 
 
-def case_of(row: Levels, number: int, *, smallest: bool = False) -> Case:
+def case_of(row: Levels, number: int, *, turn: int = 0, smallest: Sequence[str] = ()) -> Case:
     """A case with these levels.
 
-    number: of the row, which chooses among the sizes of a class and seeds the case. smallest: takes the smallest ones.
+    number: of the row, which chooses among the numbers of a level and seeds the case. turn: chooses others. smallest:
+    the factors of which it takes the smallest numbers.
     """
     fields: Fields = {}
     for factor in FACTORS:
 
         def pick(values: Sequence[Any], name: str = factor.name) -> Any:
-            return min(values) if smallest else values[zlib.crc32(f"{number} {name}".encode()) % len(values)]
+            if name in smallest:
+                return min(values)
+            return values[zlib.crc32(f"{number} {name}{turn or ''}".encode()) % len(values)]
 
         fields |= factor.draw(row[factor.name], fields, pick)
     return Case(**{name: value for name, value in fields.items() if not name.startswith("_")}, seed=number)
@@ -299,7 +348,8 @@ PLAIN: dict[str, str] = {factor.name: factor.levels[0] for factor in FACTORS}
 Known = Mapping[str, str]  # the levels that are chosen so far
 _OF_DOUT = ("layout of do", "address of do", "output gradient", "wanted")
 _OF_LENGTH = ("queries", "queries' rest", "keys", "keys' rest")
-_OF_SIZE = ("key heads", "group", "batch", *_OF_LENGTH, "head dim", "sharing")
+_OF_WIDTH = ("key heads", "group", "batch", "head dim")
+_OF_SIZE = (*_OF_WIDTH, *_OF_LENGTH, "sharing")
 
 
 @dataclass(frozen=True)
@@ -328,7 +378,8 @@ def _is_plain(known: Known, *factors: str) -> bool:
 
 def _is_square(known: Known) -> bool:
     """Whether there must be as many keys as queries."""
-    return known.get("keys") == AS_QUERIES or "q" in SHARED.get(known.get("sharing", ""), "")
+    sharing = known.get("sharing", "")
+    return known.get("keys") == AS_QUERIES or (sharing != "dense" and "q" in SHARED.get(sharing, ""))
 
 
 def _possible(known: Known, of: str) -> tuple[int, ...]:
@@ -400,15 +451,36 @@ def _autocast_keeps_the_dtype(known: Known) -> bool:
 def _autocast_does_not_overflow(known: Known) -> bool:
     """Under autocast, products are rounded to float16 before they are scaled.
 
-    A score of 10000 may be a product of 160000.
+    A score of 10000 may be a product of 160000, or of 500000.
     """
     of_float16 = known.get("call") == "autocast" and known.get("dtype") == "float16"
-    return not of_float16 or known.get("shift") != "10000" or known.get("scale", "1") != "default"
+    return not of_float16 or known.get("shift") != "10000" or known.get("scale", "1") not in ("default", "given")
+
+
+@_rule("dtype", "output gradient", "scores", "magnitude", "shift", "scale", "sharing")
+def _large_gradients_do_not_overflow(known: Known) -> bool:
+    """In float16, large output gradients times large queries, keys or scales are beyond the dtype."""
+    if known.get("dtype") != "float16" or known.get("output gradient") != "large":
+        return True
+    is_small = known.get("scores", "normal") in ("normal", "ties", "padded", "uniform", "nokeys")
+    is_small &= known.get("scale", "default") in ("default", "given", "zero")
+    return is_small and known.get("magnitude", "1") in ("1", "small") and _is_plain(known, "shift", "sharing")
+
+
+@_rule("call", "sharing", "queries", "keys")
+def _a_cache_can_grow(known: Known) -> bool:
+    """All keys but the last are a slice of keys that stand alone, and are some."""
+    if known.get("call") != "grown":
+        return True
+    lengths = known.get("keys", "64"), known.get("queries", "64")
+    is_one = lengths[0] == "1" or (lengths[0] == AS_QUERIES and lengths[1] == "1")
+    return not is_one and not known.get("sharing", "").startswith("one-")
 
 
 # ------------------------------------------------------------------------------------------------------------ array
 
 
+TURNS = 6  # choices of the numbers of a row, the first of which that has room is taken
 TILE = 64  # queries, and keys, of a tile that may take milliseconds
 
 
@@ -441,8 +513,8 @@ class Room:
 
 
 Effort = Literal["quick", "default", "thorough"]
-_OF_A_CPU = Room(work=2.0**25, numbers=2.0**21.5, cases=600, hiding=("call", "wanted"))
-_OF_A_GPU = replace(_OF_A_CPU, work=2.0**26, hiding=("call",))
+_OF_A_CPU = Room(work=2.0**27, numbers=2.0**21.5, cases=600, hiding=("call", "wanted"))
+_OF_A_GPU = replace(_OF_A_CPU, hiding=("call",))
 _FEW_DIMS = ("64", "16", "32", "40", "128", "256", "odd")  # those of the grids, among others
 _OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS, odd=33)
 _OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=256)
@@ -519,14 +591,18 @@ class Space:
 
     def _dims(self, levels: Sequence[str]) -> tuple[str, ...]:
         """Those of the levels that are claimed."""
-        return tuple(level for level in levels if all(map(self._is_dim, _DIMS[level])))
+        return tuple(level for level in levels if any(map(self._is_dim, _DIMS[level])))
 
-    def _case(self, row: Levels, number: int, *, smallest: bool = False) -> Case:
+    def _case(self, row: Levels, number: int, *, turn: int = 0, smallest: Sequence[str] = ()) -> Case:
         """`case_of`, with a head dim that is claimed where that of the level is not."""
-        case, multiple = case_of(row, number, smallest=smallest), self.supports.dim_multiple
+        case, multiple = case_of(row, number, turn=turn, smallest=smallest), self.supports.dim_multiple
         if row["head dim"] == "odd" and self.room.odd:
             case = replace(case, dim=self.room.odd)
-        return case if self._is_dim(case.dim) else replace(case, dim=-(-self.supports.dims[0] // multiple) * multiple)
+        if self._is_dim(case.dim):
+            return case
+        claimed = [dim for dim in _DIMS[row["head dim"]] if self._is_dim(dim)]
+        claimed = claimed or [-(-self.supports.dims[0] // multiple) * multiple]
+        return replace(case, dim=min(claimed) if "head dim" in smallest else claimed[number % len(claimed)])
 
     def _is_dim(self, dim: int) -> bool:
         smallest, largest = self.supports.dims
@@ -537,6 +613,10 @@ class Space:
             return self.supports.backward or factor != "call"
         if factor == "LSE":
             return self.supports.lse
+        if level == "grown" and not (self.supports.cross_lengths and self.supports.strided):
+            return False
+        if level == "parallel" and self.device == "cuda":
+            return False
         if not self.supports.backward and (factor in _OF_DOUT or (factor == "call" and level not in WITHOUT_BACKWARD)):
             return False
         return not_claimed(self._case(self.plain | {factor: level}, 0), self.supports) is None
@@ -545,7 +625,7 @@ class Space:
         """Those of the space, and what these claims and this room add."""
 
         def aligned(known: Known) -> bool:
-            packed = known.get("sharing", "").startswith("packed")
+            packed = known.get("sharing", "").startswith(("packed", "dense"))
             return self.supports.unaligned or not packed or known.get("head dim") not in ("odd", "even")
 
         def square(known: Known) -> bool:
@@ -620,8 +700,12 @@ class Space:
 
     def case(self, row: Row, number: int) -> Case:
         levels = {factor.name: self.levels[factor.name][level] for factor, level in zip(FACTORS, row, strict=True)}
-        case = self._case(levels, number)
-        return case if self.room.holds(case) else self._case(levels, number, smallest=True)
+        cases = (
+            self._case(levels, number, turn=turn, smallest=smallest)
+            for smallest in ((), _OF_WIDTH)
+            for turn in range(TURNS)
+        )
+        return next(filter(self.room.holds, cases), None) or self._case(levels, number, smallest=_OF_SIZE)
 
     @property
     def cases(self) -> list[Case]:
@@ -642,7 +726,7 @@ class Space:
             dtypes = self.levels["dtype"]
             chosen = {"queries": length, "keys": AS_QUERIES, "dtype": dtypes[number % len(dtypes)]}
             smallest = min(self.levels["head dim"], key=lambda level: min(_DIMS[level]))
-            case = self._case(self.plain | chosen | {"head dim": smallest}, number, smallest=True)
+            case = self._case(self.plain | chosen | {"head dim": smallest}, number, smallest=_OF_SIZE)
             found.append(replace(case, heads=1, kv_heads=1))
         return found
 

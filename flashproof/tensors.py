@@ -28,10 +28,12 @@ class Inputs:
     key: Float[Tensor, "batch kv_heads keys dim"]
     value: Float[Tensor, "batch kv_heads keys dim"]
     dout: Float[Tensor, "batch heads queries dim"]
-    block_mask: Bool[Tensor, "batch heads query_blocks key_blocks"] | None
+    block_mask: Bool[Tensor, "batch_or_1 heads_or_1 query_blocks key_blocks"] | None
 
     def problem(self, case: Case) -> Problem:
         """What the oracles are asked."""
+        blocks = self.block_mask
+        blocks = blocks if blocks is None else blocks.expand(case.batch, case.heads, *blocks.shape[2:])
         alignment: dict[str, Literal["top_left", "bottom_right"]] = {"causal": "top_left", "causal-br": "bottom_right"}
         return Problem(
             query=self.query,
@@ -39,7 +41,7 @@ class Inputs:
             value=self.value,
             dout=self.dout,
             scale=1.0 / math.sqrt(case.dim) if case.scale is None else case.scale,
-            mask=Mask(case.queries, case.keys, alignment.get(case.mask), self.block_mask),
+            mask=Mask(case.queries, case.keys, alignment.get(case.mask), blocks),
             dropout=Dropout(case.dropout, dropout_seed(case)),
         )
 
@@ -56,8 +58,9 @@ def memory(tensor: Tensor) -> Tensor:
 
 
 def dropout_seed(case: Case) -> int:
-    """The 64-bit dropout seed of a case; both of its words are in use."""
-    return (case.seed + 1) * 0x9E3779B97F4A7C15 % 2**64
+    """The dropout seed of a case. Most use both words of 64 bits, some fit in 31 bits, and some need the 32nd bit."""
+    seed = (case.seed + 1) * 0x9E3779B97F4A7C15 % 2**64
+    return {0: seed >> 33, 1: seed >> 33 | 2**31}.get(case.seed % 5, seed)
 
 
 def inputs(case: Case, device: str | torch.device = "cpu", outside: float = math.nan) -> Inputs:
@@ -77,6 +80,8 @@ def inputs(case: Case, device: str | torch.device = "cpu", outside: float = math
             value = key
         case "one-qkv":
             query = value = key
+        case "dense":
+            query, key, value = (memory.packed((tensor,))[0] for tensor in numbers[:3])
         case "packed":
             query, key, value = memory.packed(numbers[:3])
         case "packed-heads":
@@ -89,7 +94,8 @@ def inputs(case: Case, device: str | torch.device = "cpu", outside: float = math
 # -------------------------------------------------------------------------------------------------------- numbers
 
 SMALL = 2**18  # numbers, 1 MiB in float32, up to which many cases are remembered
-SMALL_VALUES = 2.0**-16  # what values are multiplied by where they are small; float16 is subnormal below 2^-14
+SMALL_NUMBERS = 2.0**-16  # what small values and output gradients are multiplied by; float16 is subnormal below 2^-14
+LARGE_DOUT = 2.0**8  # what large output gradients are multiplied by
 Numbers = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -117,6 +123,8 @@ def _made(case: Case) -> Numbers:
             query = query * 4.0
         case "ties":
             key = key[:, :, np.arange(case.keys) // 4]
+        case "padded":
+            key[:, :, case.keys - case.keys // 4 :] = 0.0
         case "uniform":
             query = np.zeros_like(query)
         case "nokeys":
@@ -143,7 +151,7 @@ def _made(case: Case) -> Numbers:
         case "sink":
             value[:, :, lifted] = 0.0
         case "small":
-            value = value * SMALL_VALUES
+            value = value * SMALL_NUMBERS
         case "zero":
             value = np.zeros_like(value)
     match case.douts:
@@ -153,6 +161,10 @@ def _made(case: Case) -> Numbers:
             dout = (np.arange(case.dim) == np.arange(case.queries)[:, None] % case.dim) * np.ones_like(dout)
         case "somerows":
             dout[:, :, np.arange(case.queries) // 16 % 2 == 1] = 0.0
+        case "small":
+            dout = dout * SMALL_NUMBERS
+        case "large":
+            dout = dout * LARGE_DOUT
         case "zero":
             dout = np.zeros_like(dout)
     dtype = getattr(torch, case.dtype)
@@ -212,7 +224,10 @@ def _rounded(name: str, numbers: np.ndarray, dtype: torch.dtype) -> Tensor:
 def _block_mask(case: Case, device: str | torch.device) -> Tensor | None:
     if case.blocks is None:
         return None
-    shape = (case.batch, case.heads, math.ceil(case.queries / BLOCK), math.ceil(case.keys / BLOCK))
+    entries = (case.batch, case.heads)
+    if case.one_mask:
+        entries = ((1, 1), (1, case.heads), (case.batch, 1))[(case.queries + case.keys) % 3]
+    shape = (*entries, math.ceil(case.queries / BLOCK), math.ceil(case.keys / BLOCK))
     share = _raw(case, 4, math.prod(shape)).astype(np.float64) / 2.0**64
     mask = torch.from_numpy((share < case.blocks).reshape(shape)).to(device)
     return mask.mT.contiguous().mT if case.layouts[0] == "transposed" else mask

@@ -3,6 +3,7 @@
 Whatever the way, each answer is judged by its own bound.
 """
 
+import math
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator
@@ -18,6 +19,7 @@ from torch import Tensor
 from flashproof.calling import GRADIENTS, Answer, Forward, Observer, Run, TensorName, forward, go_back
 from flashproof.cases import Call, Case, Masking
 from flashproof.impls.spec import Arithmetic, Device, Implementation, Supports
+from flashproof.oracles.masks import BLOCK
 from flashproof.tensors import Inputs, inputs, memory, tensors_of
 
 
@@ -74,6 +76,7 @@ class _Of:
         self.observer.spoilt()
 
 
+CALLS_BEFORE = 4  # that fill the same tensors, where calls are fast; graphs are captured after the third call
 LARGEST_BATCH = 8  # a batch of up to this size is also called with one entry more
 
 # ------------------------------------------------------------------------------------------------ one forward each
@@ -156,16 +159,28 @@ def _in_threads(calls: list[Callable[[], object]]) -> list[object]:
     return returned
 
 
+@contextmanager
+def _parallel() -> Generator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 _RUNS: dict[Call, Run] = {
     "no_grad": within(torch.no_grad),
     "inference": within(torch.inference_mode),
     "checkpointed": _checkpointed,
     "compiled": _compiled,
     "thread": _in_a_thread,
+    "parallel": within(_parallel),
     "default64": within(_default_float64),
     "deterministic": within(_deterministic),
 }
 _AROUND: dict[Call, Callable[[], AbstractContextManager[object]]] = {  # the backward
+    "parallel": _parallel,
     "default64": _default_float64,
     "deterministic": _deterministic,
 }
@@ -248,15 +263,19 @@ def _after_another(implementation: Implementation, case: Case, device: str, obse
 
 
 def _renewed(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
-    """As where a graph of calls is replayed. The tensors of both calls are one, or new ones at the same addresses."""
-    other = replace(case, seed=case.seed + 1)
-    given, fresh = inputs(other, device), inputs(case, device)
-    before = forward(implementation, other, given, wanted=wanted(other), observer=observer)
-    if case.backward and before.carries_gradient:
-        go_back(before, plain=True)
-    for old, new in zip(tensors_of(given), tensors_of(fresh), strict=True):
-        memory(old).copy_(memory(new))
-    kept: tuple[Tensor, ...] | None = before.leaves
+    """As where a graph of calls is replayed. The tensors of all calls are one, or new ones at the same addresses."""
+    times = 1 if implementation.slow(cast(Device, device)) else CALLS_BEFORE
+    others = [replace(case, seed=case.seed + turn) for turn in range(1, times + 1)]
+    given, kept = inputs(others[0], device), None
+    for turn, other in enumerate(others):
+        if turn:
+            _fill(given, inputs(other, device))
+        run = within(torch.no_grad) if turn == 0 and times > 1 else None
+        before = forward(implementation, other, given, wanted=wanted(other), run=run, leaves=kept, observer=observer)
+        if case.backward and before.carries_gradient:
+            go_back(before, plain=True)
+        kept = before.leaves
+    _fill(given, inputs(case, device))
     if case.call == "readdressed":  # tensors that no one has changed yet, as an allocator hands out what was freed
         kept, given = (
             None,
@@ -264,7 +283,32 @@ def _renewed(implementation: Implementation, case: Case, device: str, observer: 
         )
     call = forward(implementation, case, given, wanted=wanted(case), leaves=kept, observer=observer)
     what = "with other values in the same tensors" if kept else "with other tensors at the same addresses"
-    yield Computed(_answered(call), case, note=f"after a call {what}")
+    yield Computed(_answered(call), case, note=f"after {'a call' if times == 1 else f'{times} calls'} {what}")
+
+
+def _fill(given: Inputs, fresh: Inputs) -> None:
+    """Copies the numbers of other inputs into the memory of these."""
+    for old, new in zip(tensors_of(given), tensors_of(fresh), strict=True):
+        memory(old).copy_(memory(new))
+
+
+def _grown(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
+    """As in generation: each call sees one key more than the call before, in the same memory."""
+    whole = inputs(case, device)
+    blocks = (
+        whole.block_mask if whole.block_mask is None else whole.block_mask[..., : math.ceil((case.keys - 1) / BLOCK)]
+    )
+    shorter = replace(whole, key=whole.key[:, :, :-1], value=whole.value[:, :, :-1], block_mask=blocks)
+    calls = [
+        (replace(case, keys=case.keys - 1), shorter, "before a call with one key more"),
+        (case, whole, "after a call with one key less"),
+    ]
+    answers = [
+        _answered(forward(implementation, one, given, wanted=wanted(case), observer=observer))
+        for one, given, _ in calls
+    ]
+    for answer, (one, given, note) in zip(answers, calls, strict=True):
+        yield Computed(answer, one, given, note)
 
 
 def _accumulated(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
@@ -309,6 +353,7 @@ _SEVERAL: dict[Call, Callable[[Implementation, Case, str, Observer], Iterator[Co
     "after-another": _after_another,
     "renewed": _renewed,
     "readdressed": _renewed,
+    "grown": _grown,
     "accumulated": _accumulated,
     "threads": _two_threads,
 }

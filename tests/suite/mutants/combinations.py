@@ -113,6 +113,10 @@ def _sign(tensor: Tensor) -> str:
     return "one sign" if bool((tensor >= 0).all() or (tensor <= 0).all()) else "both signs"
 
 
+def _entries(blocks: Tensor, batch: int, heads: int) -> str:
+    return "one each" if blocks.shape[:2] == (batch, heads) else "one for several"
+
+
 def _scale(keywords: dict[str, Any]) -> str:
     scale = keywords.get("scale")
     if scale is None:
@@ -121,7 +125,9 @@ def _scale(keywords: dict[str, Any]) -> str:
         return "NumPy"
     if isinstance(scale, int):
         return "int"
-    return "zero" if scale == 0 else "negative" if scale < 0 else "1" if scale == 1 else "given"
+    if scale <= 0:
+        return "zero" if scale == 0 else "negative"
+    return "1" if scale == 1 else "above 1" if scale > 1 else "below 1/32" if scale < 1 / 32 else "given"
 
 
 def of_forward(tensors: tuple[Tensor, ...], keywords: dict[str, Any]) -> tuple[Shows, dict[str, int]]:
@@ -145,14 +151,17 @@ def of_forward(tensors: tuple[Tensor, ...], keywords: dict[str, Any]) -> tuple[S
         "head dim": str(dim) if dim % 8 == 0 else "odd" if dim % 2 else "even",
         "mask": str(keywords.get("causal_alignment", "top_left")) if keywords.get("is_causal") else "full",
         "block mask": "none" if blocks is None else "half" if 3.0 * float(blocks.float().mean()) > 1.0 else "sparse",
+        "entries of the block mask": "none" if blocks is None else _entries(blocks, batch, heads),
         "scale": _scale(keywords),
-        "dropout": "none" if not p else "some" if p < 0.5 else "most",
+        "dropout": "none" if not p else "up to 0.1" if 10.0 * p <= 1.0 else "some" if p < 0.5 else "most",
+        "dropout seed": "none" if not p else "of 32 bits" if keywords["dropout_seed"] < 2**32 else "of 64 bits",
         "LSE": str(bool(keywords.get("return_lse"))),
         "keywords": "all" if "is_causal" in keywords and not keywords["is_causal"] else "needed",
         "sharing": "apart" if len(set(storages)) == 3 else "all" if len(set(storages)) == 1 else "key and value",
         "gradients": "inference" if torch.is_inference_mode_enabled() else str(torch.is_grad_enabled()),
         "wanted": " ".join(wanted),
         "thread": "main" if threading.current_thread() is threading.main_thread() else "another",
+        "threads of loops": "several" if torch.get_num_threads() > 1 else "one",
         "default dtype": str(torch.get_default_dtype()),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "autocast": str(torch.is_autocast_enabled("cpu")),
@@ -190,6 +199,7 @@ def of_backward(dout: Tensor, number: int, interleaved: bool) -> Shows:
         "layout of do": _layout(dout),
         "address of do": _address(dout),
         "output gradient": _sign(dout),
+        "output gradient's size": _class(float(dout.abs().max()), (0.0, 0.001, 30.0)),
         "rows of do": "some zero" if bool((rows == 0).any()) and bool(rows.any()) else "none zero",
         "backward": "first" if number == 1 else "again",
         "between": "another forward" if interleaved else "nothing",
@@ -391,7 +401,15 @@ def mutants(kind: Kind, count: int, seed: str) -> Iterator[tuple[Mutant, Case]]:
 
 def of_backward_names() -> tuple[str, ...]:
     """Returns the names of the properties that only a backward shows."""
-    return ("layout of do", "address of do", "output gradient", "rows of do", "backward", "between")
+    return (
+        "layout of do",
+        "address of do",
+        "output gradient",
+        "output gradient's size",
+        "rows of do",
+        "backward",
+        "between",
+    )
 
 
 def _rejected(mutant: Mutant, case: Case) -> bool:
