@@ -99,7 +99,7 @@ CALLS: dict[Call, str] = {
     "after-another": "after a call with other options",
     "renewed": "after calls with other values in the same tensors, the first of them without gradients",
     "readdressed": "the same, but with other tensors at the same addresses",
-    "grown": "after a call with all keys but the last, as with a cache that grows",
+    "grown": "under torch.no_grad, after a call with all keys but the last, as with a cache that grows",
     "checkpointed": "under torch.utils.checkpoint",
     "compiled": "under torch.compile",
     "thread": "in another thread",
@@ -109,7 +109,7 @@ CALLS: dict[Call, str] = {
     "deterministic": "under torch.use_deterministic_algorithms",
     "autocast": "under torch.autocast",
 }
-WITHOUT_BACKWARD: tuple[Call, ...] = ("forward", "no_grad", "inference")
+WITHOUT_BACKWARD: tuple[Call, ...] = ("forward", "no_grad", "inference", "grown")
 # Plain calls, though others run before them.
 PLAIN_CALLS: tuple[Call, ...] = (
     "plain",
@@ -119,7 +119,6 @@ PLAIN_CALLS: tuple[Call, ...] = (
     "after-another",
     "renewed",
     "readdressed",
-    "grown",
 )
 OF_DOUT: tuple[Layout, ...] = ("pooled", "summed")  # layouts that only an output gradient has
 
@@ -338,6 +337,7 @@ def not_claimed(case: Case, supports: Supports) -> str | None:
             f"head dim {case.dim}",
         ),
         (case.queries == case.keys or supports.cross_lengths, "queries != keys"),
+        (case.call != "grown" or (supports.cross_lengths and supports.strided), "keys that grow in their memory"),
         (case.kv_heads == case.heads or supports.grouped_heads, "grouped heads"),
         (case.mask != "causal" or "top_left" in supports.causal, "causal, top-left"),
         (case.mask != "causal-br" or "bottom_right" in supports.causal, "causal, bottom-right"),

@@ -61,6 +61,8 @@ class Check:
             return replace(case, call="plain", wanted="all")
         if case.call not in ("plain", self.call) or (self.call == "autocast" and case.dtype == "float32"):
             return None
+        if self.call == "grown" and (case.keys == 1 or case.sharing.startswith("one-")):
+            return None
         return replace(case, call=self.call, wanted="all" if self.call in WITHOUT_BACKWARD else case.wanted)
 
 

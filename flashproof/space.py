@@ -613,8 +613,6 @@ class Space:
             return self.supports.backward or factor != "call"
         if factor == "LSE":
             return self.supports.lse
-        if level == "grown" and not (self.supports.cross_lengths and self.supports.strided):
-            return False
         if level == "parallel" and self.device == "cuda":
             return False
         if not self.supports.backward and (factor in _OF_DOUT or (factor == "call" and level not in WITHOUT_BACKWARD)):

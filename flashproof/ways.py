@@ -294,21 +294,16 @@ def _fill(given: Inputs, fresh: Inputs) -> None:
 
 def _grown(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
     """As in generation: each call sees one key more than the call before, in the same memory."""
-    whole = inputs(case, device)
-    blocks = (
-        whole.block_mask if whole.block_mask is None else whole.block_mask[..., : math.ceil((case.keys - 1) / BLOCK)]
+    whole, fewer = inputs(case, device), replace(case, keys=case.keys - 1, sharing="apart")
+    shorter = replace(whole, key=whole.key[:, :, :-1], value=whole.value[:, :, :-1])
+    if whole.block_mask is not None:
+        shorter = replace(shorter, block_mask=whole.block_mask[..., : math.ceil(fewer.keys / BLOCK)])
+    first, second = (
+        forward(implementation, one, given, wanted=(), run=within(torch.no_grad), observer=observer).answer()
+        for one, given in ((fewer, shorter), (case, whole))
     )
-    shorter = replace(whole, key=whole.key[:, :, :-1], value=whole.value[:, :, :-1], block_mask=blocks)
-    calls = [
-        (replace(case, keys=case.keys - 1), shorter, "before a call with one key more"),
-        (case, whole, "after a call with one key less"),
-    ]
-    answers = [
-        _answered(forward(implementation, one, given, wanted=wanted(case), observer=observer))
-        for one, given, _ in calls
-    ]
-    for answer, (one, given, note) in zip(answers, calls, strict=True):
-        yield Computed(answer, one, given, note)
+    yield Computed(first, fewer, shorter, "before a call with one key more")
+    yield Computed(second, case, note="after a call with one key less")
 
 
 def _accumulated(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:

@@ -61,6 +61,12 @@ def test_readdressed(subject: Subject) -> None:
     _judge_all(subject)
 
 
+@check("contract", call="grown")
+def test_grown(subject: Subject) -> None:
+    """With one key more in a cache than at the call before, output and LSE are inside the bound."""
+    _judge_all(subject)
+
+
 @check("contract", call="checkpointed", claims=("backward",))
 def test_checkpointed(subject: Subject) -> None:
     """Under torch.utils.checkpoint, whose backward runs the forward again, the answer is inside the bound."""
@@ -82,6 +88,12 @@ def test_thread(subject: Subject) -> None:
 @check("contract", call="threads", claims=("backward",))
 def test_threads(subject: Subject) -> None:
     """In two threads at once, each call gets its own answer."""
+    _judge_all(subject)
+
+
+@check("contract", call="parallel", claims=("backward",))
+def test_parallel(subject: Subject) -> None:
+    """With several threads for PyTorch's own loops, the answer is inside the bound."""
     _judge_all(subject)
 
 

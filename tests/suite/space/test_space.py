@@ -10,6 +10,7 @@ import torch
 from flashproof import space
 from flashproof.cases import CALLS, Call, Case, not_claimed
 from flashproof.impls.spec import Supports
+from flashproof.registry import checks
 from flashproof.space import FACTORS, PLAIN, Room, Space, case_of, levels, simplest
 from flashproof.tensors import inputs, memory
 from flashproof.tests.suite.mutants.combinations import SUPPORTS, points
@@ -29,6 +30,10 @@ def test_the_array_holds_every_pair(supports: Supports) -> None:
         (factor.name, level) for factor in FACTORS for level in space.levels[factor.name]
     }
     assert not any(not_claimed(case, supports) for case in space.cases)
+
+
+def test_every_way_of_calling_has_a_check() -> None:
+    assert {check.call for check in checks().values() if check.call} == set(CALLS)
 
 
 @pytest.mark.parametrize("case", POINTS, ids=str)
