@@ -783,8 +783,13 @@ class Sketch(Space):
 
     @cached_property
     def array(self) -> list[Case]:
-        """Plain cases, each with one other level."""
-        rows = [self.plain | {name: level} for name, levels in self.levels.items() for level in levels]
+        """Plain cases of each dtype, each with one other level."""
+        rows = [
+            self.plain | {"dtype": dtype} | {name: level}
+            for dtype in self.dtypes
+            for name, levels in self.levels.items()
+            for level in levels
+        ]
         rules = self._rules()
         return [self._case(row, place) for place, row in enumerate(rows) if all(rule.holds(row) for rule in rules)]
 

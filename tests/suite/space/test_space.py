@@ -9,8 +9,9 @@ import torch
 
 from flashproof import space
 from flashproof.cases import CALLS, Call, Case, not_claimed
-from flashproof.impls.spec import Supports
+from flashproof.impls.spec import Implementation, Supports
 from flashproof.registry import checks
+from flashproof.selection import Selection
 from flashproof.space import FACTORS, PLAIN, Room, Space, case_of, levels, simplest
 from flashproof.tensors import inputs, memory
 from flashproof.tests.suite.mutants.combinations import SUPPORTS, points
@@ -34,6 +35,30 @@ def test_the_array_holds_every_pair(supports: Supports) -> None:
 
 def test_every_way_of_calling_has_a_check() -> None:
     assert {check.call for check in checks().values() if check.call} == set(CALLS)
+
+
+@pytest.mark.parametrize("supports", [SUPPORTS, MODEST], ids=["full", "modest"])
+def test_a_sketch_says_which_checks_have_cases(supports: Supports) -> None:
+    """A run leaves a check out if the sketch has no case for it. It must not leave out a check of the array."""
+    kernel = Implementation(name="kernel", attention=print, supports=supports)
+    whole, sketch = (space.space_of(kernel, is_sketch=is_sketch) for is_sketch in (False, True))
+    for check in checks().values():
+        for dtype in supports.dtypes:
+            assert bool(check.cases(kernel, dtype, sketch)) == bool(check.cases(kernel, dtype, whole)), check.name
+
+
+@pytest.mark.parametrize("name", ["sdpa.math", "tiled.block_sparse"])
+def test_a_run_judges_every_case_of_the_array(name: str) -> None:
+    """Counts the cases in the checks that a run selects, since the report says that all of them were judged."""
+    selection = Selection([name], device="cpu")
+    judged = {
+        case
+        for target in selection.targets
+        for check in checks().values()
+        if selection.covers(check, target)
+        for case in selection.cases_of(check, target)
+    }
+    assert set(selection.space_of(selection.targets[0]).cases) <= judged
 
 
 @pytest.mark.parametrize("case", POINTS, ids=str)
