@@ -70,6 +70,9 @@ Records = Annotated[
 Report = Annotated[
     Path | None, typer.Option("--report", metavar="DIR", help="where the report goes, instead of flashproof-report")
 ]
+JUnit = Annotated[
+    Path | None, typer.Option("--junitxml", metavar="FILE", help="also write what came of each check as JUnit XML")
+]
 
 
 def _version(asked: bool) -> None:
@@ -123,6 +126,7 @@ def verify(
     processes: Processes = "auto",
     records: Records = None,
     report: Report = None,
+    junitxml: JUnit = None,
 ) -> None:
     """Verify implementations. The exit status is 0 only if every one of them was verified."""
     _run(
@@ -139,6 +143,7 @@ def verify(
         processes=processes,
         records=records,
         report=report,
+        junitxml=junitxml,
     )
 
 

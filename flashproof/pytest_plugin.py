@@ -300,6 +300,7 @@ class Verification:
         with self.session.journalled(pyfuncitem.nodeid, subject), concluded(subject):
             return (yield)
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Takes the records that a report brings; in a worker, sends the report on."""
         self.session.take_report(report)

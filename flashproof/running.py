@@ -43,6 +43,7 @@ class Wanted:
     keyword: str | None = None
     records: Path | None = None
     report: Path | None = None
+    junitxml: Path | None = None
 
     def words(self) -> list[str]:
         """The words that pytest is given."""
@@ -55,6 +56,7 @@ class Wanted:
             "--time-limit": self.time_limit,
             "--records": self.records,
             "--report": self.report,
+            "--junitxml": self.junitxml,
             "-k": self.keyword,
         }
         for name, value in single.items():

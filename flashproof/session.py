@@ -134,10 +134,13 @@ class Session:
         self.site = Path(report) if report else None if records or self.clock else self.settings.report
 
     def check_places(self) -> None:
-        """Raises pytest.UsageError if the records or the report cannot be written: before the run, not after it."""
+        """Raises pytest.UsageError if a file of the run cannot be written: before the run, not after it."""
         for option, folder in (("--report", self.site), ("--records", self.path.parent)):
             with named(option):
                 _check_folder(folder or self.path.parent)
+        if junit := getattr(self.config.option, "xmlpath", None):
+            with named("--junitxml"):
+                _check_folder(Path(junit).parent, "give another file")
 
     def _make_report_folder(self) -> None:
         """Makes the folder of the report, if it has the name that nobody chose, one that Git passes over."""
@@ -327,6 +330,8 @@ class Session:
             for name, text in report.user_properties:
                 if name == "flashproof":
                     self.record(_decoder.decode(str(text)))
+        # Nobody else needs them: pytest's JUnit XML would hold them.
+        report.user_properties = [(name, text) for name, text in report.user_properties if name != "flashproof"]
         if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
             self._count(report)
 
@@ -376,16 +381,18 @@ class Session:
             device: _covered(selection.space_of_loaded(loaded.implementation, device)) for device in sorted(devices)
         }
 
-    def close(self, *, ended: bool = True) -> None:
+    def close(self, *, ended: bool = True, verdict: str = "") -> None:
         """Writes the last records: what the implementations claim, and what was not verified.
 
         ended: whether every check was run that was collected.
+        verdict: the last line of the run.
         """
         if not self.written:
             return
         for loaded in self.selection.loaded:
             if loaded.implementation is not None:
-                self.record(_claim(self.run, loaded.implementation, ended=ended, covered=self.covered(loaded)))
+                covered = self.covered(loaded)
+                self.record(_claim(self.run, loaded.implementation, ended=ended, covered=covered, verdict=verdict))
         for absence in self.absences:
             self.record(absence)
 
@@ -511,16 +518,16 @@ def _writable(path: Path) -> Path:
     return path
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path, advice: str = OTHER_PLACE) -> None:
     """Raises OSError if no file can be made in a folder, or the folder cannot be made. Leaves nothing there."""
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     shown = os.path.relpath(there)
     if not there.is_dir():
-        raise NotADirectoryError(f"{shown} is no folder; {OTHER_PLACE}")
+        raise NotADirectoryError(f"{shown} is no folder; {advice}")
     try:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
-        raise OSError(f"the folder {shown} cannot be written to ({error.strerror}); {OTHER_PLACE}") from error
+        raise OSError(f"the folder {shown} cannot be written to ({error.strerror}); {advice}") from error
 
 
 def _covered(space: Space) -> Covered:
@@ -537,7 +544,9 @@ def _covered(space: Space) -> Covered:
     )
 
 
-def _claim(run: str, implementation: Implementation, *, ended: bool, covered: dict[str, Covered]) -> Claim:
+def _claim(
+    run: str, implementation: Implementation, *, ended: bool, covered: dict[str, Covered], verdict: str
+) -> Claim:
     supports = implementation.supports
     return Claim(
         run=run,
@@ -552,4 +561,5 @@ def _claim(run: str, implementation: Implementation, *, ended: bool, covered: di
         bare=implementation.bare,
         ended=ended,
         covered=covered,
+        verdict=verdict,
     )

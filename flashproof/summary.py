@@ -55,11 +55,15 @@ def settle(session: Session, tests: pytest.Session, exitstatus: int) -> None:
     if session.role != "main" or session.config.option.collectonly:
         return
     stopped = exitstatus in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR)
-    session.close(ended=not (stopped or tests.shouldstop or tests.shouldfail))
     passed = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-    if session.asked and not session.times and passed and unverified(session):
+    verifies = session.asked and not session.times
+    if verifies and passed and unverified(session):
         tests.exitstatus = pytest.ExitCode.TESTS_FAILED
     session.status = int(tests.exitstatus)
+    session.close(
+        ended=not (stopped or tests.shouldstop or tests.shouldfail),
+        verdict=verdict(session).text if verifies and session.written else "",
+    )
 
 
 def verdict(session: Session) -> Line:

@@ -59,6 +59,7 @@ class Claim(msgspec.Struct, tag="claim", kw_only=True, frozen=True):
     bare: bool  # whether the implementation is a bare callable, whose signature is its claim
     ended: bool = True  # whether the run came to its end and was not interrupted
     covered: dict[str, Covered] = {}  # by device; empty if the user chose cases or checks
+    verdict: str = ""  # of the run on all its implementations: its last line
 
 
 class Element(msgspec.Struct, kw_only=True, frozen=True):

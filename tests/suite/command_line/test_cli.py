@@ -134,6 +134,7 @@ def test_a_case_shows_its_verdict_where_it_passes(project: Path) -> None:
     [
         (["mine.py:attention"], "mine.py has no attribute 'attention'"),
         (["mine.py:right", "--dtype", "float8"], "--dtype: 'float8' is unknown"),
+        (["mine.py:right", "--junitxml", "/proc/no/junit.xml"], "proc cannot be written to"),
         (["mine.py:right", "--no-such-option"], "No such option"),
         (["case", "b1 zzz", "mine.py:right"], "--case: the word 'zzz' is unknown"),
     ],
