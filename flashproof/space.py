@@ -488,8 +488,8 @@ TILE = 64  # queries, and keys, of a tile that may take milliseconds
 class Room:
     """What the cases of a run may take.
 
-    work: of one case, batch x heads x queries x keys x (dim + 64). numbers: of its four tensors. cases: how many a run
-    has at least. steps: of one case, batch x heads x (4 + tiles of queries x tiles of keys). dims: the head dims. odd:
+    work: of one case, batch x heads x queries x keys x (dim + 64). numbers: of its four tensors. many: the same, with
+    very many heads. cases: how many a run has at least. steps: of one case, batch x heads x (4 + tiles of queries x tiles of keys). dims: the head dims. odd:
     the one odd head dim, where a kernel is compiled for each. pairs: whether the run has as many cases as all pairs
     need. hiding: factors with levels that hide the faults of others; a case with such a level counts for no pair
     without it. "wanted" takes a third more cases.
@@ -497,6 +497,7 @@ class Room:
 
     work: float
     numbers: float
+    many: float
     cases: int
     steps: float = math.inf
     dims: tuple[str, ...] = tuple(_DIMS)
@@ -509,11 +510,12 @@ class Room:
         work = case.batch * case.heads * case.queries * case.keys * (case.dim + 64)
         tiles = math.ceil(case.queries / TILE) * math.ceil(case.keys / TILE)
         steps = case.batch * case.heads * (4 + tiles)
-        return case.numbers <= self.numbers and work <= self.work and steps <= self.steps
+        numbers = self.numbers if case.batch * case.heads <= 65535 else self.many
+        return case.numbers <= numbers and work <= self.work and steps <= self.steps
 
 
 Effort = Literal["quick", "default", "thorough"]
-_OF_A_CPU = Room(work=2.0**27, numbers=2.0**21.5, cases=600, hiding=("call", "wanted"))
+_OF_A_CPU = Room(work=2.0**26, numbers=2.0**19, many=2.0**21.5, cases=600, hiding=("call", "wanted"))
 _OF_A_GPU = replace(_OF_A_CPU, hiding=("call",))
 _FEW_DIMS = ("64", "16", "32", "40", "128", "256", "odd")  # those of the grids, among others
 _OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS, odd=33)
@@ -774,7 +776,7 @@ _EVERYTHING = replace(OWN_KERNELS, block_mask=True)
 @lru_cache(maxsize=64)
 def _possible_pairs(supports: Supports, dtypes: tuple[Dtype, ...], device: Device) -> int:
     """How many pairs of levels these claims allow, whatever room there is."""
-    boundless = Room(work=math.inf, numbers=math.inf, cases=0)
+    boundless = Room(work=math.inf, numbers=math.inf, many=math.inf, cases=0)
     return Space(supports, dtypes, device, boundless)._nothing_covered().possible_pairs
 
 

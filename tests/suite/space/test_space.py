@@ -107,7 +107,7 @@ def test_the_simplest_case_keeps_what_it_needs() -> None:
 
 
 def test_an_array_is_left_for_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = Room(work=2.0**16, numbers=2.0**16, cases=0, dims=("64",))
+    room = Room(work=2.0**16, numbers=2.0**16, many=2.0**16, cases=0, dims=("64",))
     found = Space(Supports(), room=room)
     monkeypatch.setattr(space, "_shared", tmp_path)
     first, second = (Space(Supports(), room=room) for _ in range(2))
