@@ -26,7 +26,7 @@ from flashproof.reports.record import Certainty, Judgement
 
 Claimed = Arithmetic | Callable[[Dtype, Device], Arithmetic]
 
-_CERTIFIED_PRODUCTS = 2**18  # as of `judging`, but less: balls of more take longer than a test may
+_CERTIFIED_PRODUCTS = 2**18  # more than in a run, which has a thousand cases; balls of more take longer than a test may
 _ROWS = 256  # queries whose mask is looked at together
 
 

@@ -20,7 +20,7 @@ from flashproof.oracles.problem import Problem
 from flashproof.reports.record import Certainty, Element, figure
 from flashproof.tensors import Inputs, inputs
 
-CERTIFIED_PRODUCTS = 2**18  # batch x heads x queries x keys x dim up to which every element is enclosed in a ball
+CERTIFIED_PRODUCTS = 2**16  # batch x heads x queries x keys x dim up to which every element is enclosed in a ball
 CERTIFIED_HEADS = 64  # batch x heads up to which it is: a ball takes one head after another
 # From so many scores (batch x heads x queries x keys), the float64 oracle is computed on the kernel's own device.
 SCORES_FOR_A_GPU = 2**21

@@ -488,11 +488,11 @@ TILE = 64  # queries, and keys, of a tile that may take milliseconds
 class Room:
     """What the cases of a run may take.
 
-    work: of one case, batch x heads x queries x keys x (dim + 64). numbers: of its four tensors. many: the same, with
-    very many heads. cases: how many a run has at least. steps: of one case, batch x heads x (4 + tiles of queries x tiles of keys). dims: the head dims. odd:
-    the one odd head dim, where a kernel is compiled for each. pairs: whether the run has as many cases as all pairs
-    need. hiding: factors with levels that hide the faults of others; a case with such a level counts for no pair
-    without it. "wanted" takes a third more cases.
+    work: of one case, batch x heads x queries x keys x (dim + 64). numbers: of its four tensors. many: the same, where
+    batch x heads is over 65535. cases: how many a run has at least. steps: of one case, batch x heads x (4 + tiles of
+    queries x tiles of keys). dims: the head dims. odd: the one odd head dim, where a kernel is compiled for each.
+    pairs: whether the run has as many cases as all pairs need. hiding: factors with levels that hide the faults of
+    others; a case with such a level counts for no pair without it. "wanted" takes a third more cases.
     """
 
     work: float
