@@ -239,7 +239,7 @@ def _batch_of(case: Case) -> str:
 
 FACTORS: tuple[Factor, ...] = (
     _field("dtype", DTYPES, weight=2.0),
-    _field("call", [*CALLS], weight=2.0, hiding=WITHOUT_BACKWARD),
+    _field("call", [*CALLS], weight=2.0, costs={"compiled": RARE}, hiding=WITHOUT_BACKWARD),
     _field("wanted", get_args(Wanted), cost=RARE, hiding=get_args(Wanted)[1:]),
     _classes("key heads", _HEADS, "kv_heads", lambda case: case.kv_heads),
     Factor(
@@ -439,6 +439,12 @@ def _shift_is_of_scores_alone(known: Known) -> bool:
     """A shift is one large coordinate of all keys. Values that are keys have it too, and float16 overflows."""
     is_value = known.get("sharing") in ("one-kv", "one-qkv")
     return not is_value or known.get("dtype") != "float16" or known.get("shift", "none") == "none"
+
+
+@_rule("scores", "shift")
+def _zeros_are_not_shifted(known: Known) -> bool:
+    """A shift is one coordinate of all keys, which would no longer be zero."""
+    return known.get("scores") not in ("padded", "nokeys") or known.get("shift", "none") == "none"
 
 
 @_rule("call", "dtype")

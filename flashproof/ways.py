@@ -293,16 +293,26 @@ def _fill(given: Inputs, fresh: Inputs) -> None:
 
 
 def _grown(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
-    """As in generation: each call sees one key more than the call before, in the same memory."""
-    whole, fewer = inputs(case, device), replace(case, keys=case.keys - 1, sharing="apart")
-    shorter = replace(whole, key=whole.key[:, :, :-1], value=whole.value[:, :, :-1])
-    if whole.block_mask is not None:
-        shorter = replace(shorter, block_mask=whole.block_mask[..., : math.ceil(fewer.keys / BLOCK)])
-    first, second = (
-        forward(implementation, one, given, wanted=(), run=within(torch.no_grad), observer=observer).answer()
-        for one, given in ((fewer, shorter), (case, whole))
-    )
-    yield Computed(first, fewer, shorter, "before a call with one key more")
+    """As in generation: a call sees one key more than the call before, in the same memory.
+
+    The call before is of another sequence. So an answer from keys that the kernel remembers is wrong.
+    """
+
+    def answer(one: Case, tensors: Inputs) -> Answer:
+        return forward(implementation, one, tensors, wanted=(), run=within(torch.no_grad), observer=observer).answer()
+
+    def shortened(tensors: Inputs) -> Inputs:
+        blocks = tensors.block_mask
+        blocks = blocks if blocks is None else blocks[..., : math.ceil(fewer.keys / BLOCK)]
+        return replace(tensors, key=tensors.key[:, :, :-1], value=tensors.value[:, :, :-1], block_mask=blocks)
+
+    other = replace(case, seed=case.seed + 1)
+    fewer = replace(other, keys=case.keys - 1, sharing="apart")
+    given = inputs(other, device)
+    first = answer(fewer, shortened(given))
+    _fill(given, inputs(case, device))
+    second = answer(case, given)
+    yield Computed(first, fewer, shortened(inputs(other, device)), "before a call with one key more")
     yield Computed(second, case, note="after a call with one key less")
 
 
