@@ -159,8 +159,9 @@ def _score(judge: Judge, table: list[Row]) -> Score:
 def _original(row: Row, right: dict[str, Cell]) -> Cell:
     """The result of a judge on the kernel that a mutant is made from.
 
-    A Triton kernel that runs in the interpreter is not among the specimens. The result is then that on the same
-    algorithm in plain PyTorch (`tiled.*`).
+    A Triton kernel that runs in the interpreter, and a CUDA kernel on the CPU twin, may not be among the specimens. The
+    result is then that on the same algorithm in plain PyTorch (`tiled.*`).
     """
     of = row.specimen.of
-    return right.get(of) or right.get(of.replace("triton.", "tiled.")) or Cell("not tried")
+    _, _, algorithm = of.partition(".")
+    return right.get(of) or right.get(f"tiled.{algorithm}") or Cell("not tried")

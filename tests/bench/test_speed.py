@@ -88,7 +88,7 @@ def test_speed(benchmark: BenchmarkFixture, name: str, dtype: Dtype, direction: 
     ]
     call, beside = (_call(each, case, tensors, direction) for each in (implementation, baseline))
     # The first of the two calls compiles.
-    rounds = max(ROUNDS[0], min(ROUNDS[1], int(SECONDS / max(_seconds(call) for _ in range(2)))))
+    rounds = max(ROUNDS[0], min(ROUNDS[1], int(SECONDS / min(_seconds(call) for _ in range(2)))))
     besides: list[float] = []
 
     def target() -> None:
