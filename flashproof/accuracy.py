@@ -26,7 +26,6 @@ from flashproof.reports.record import Certainty, Judgement
 
 Claimed = Arithmetic | Callable[[Dtype, Device], Arithmetic]
 
-_CERTIFIED_PRODUCTS = 2**18  # more than in a run, which has a thousand cases; balls of more take longer than a test may
 _ROWS = 256  # queries whose mask is looked at together
 
 
@@ -344,7 +343,7 @@ def _exact(problem: Problem, claim: Arithmetic, *, backward: bool) -> Exact:
     """What the answer is judged by, with certainty as in the suite, but that a GPU does not wait for balls."""
     if problem.query.is_cuda:
         return judging.exact_of(problem, claim, backward=backward)
-    if judging.is_certified(problem, _CERTIFIED_PRODUCTS):
+    if judging.is_certified(problem):
         with torch.device("cpu"):  # whatever the caller's default is
             enclosed = judging.enclose(problem, backward=backward)
         return judging.exact_of(problem, claim, enclosed, backward=backward)

@@ -162,10 +162,12 @@ def _exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
     return replace(bounded, certainty="sampled") if case.keys >= SAMPLED_FROM else bounded
 
 
-def is_certified(problem: Problem, most: int = CERTIFIED_PRODUCTS) -> bool:
+def is_certified(problem: Problem) -> bool:
     """Whether a problem is so small that every element is enclosed in a ball."""
     batch, heads, queries, dim = problem.query.shape
-    return batch * heads <= CERTIFIED_HEADS and batch * heads * queries * problem.key.shape[2] * dim <= most
+    return (
+        batch * heads <= CERTIFIED_HEADS and batch * heads * queries * problem.key.shape[2] * dim <= CERTIFIED_PRODUCTS
+    )
 
 
 def exact_of(
