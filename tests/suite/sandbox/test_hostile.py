@@ -48,7 +48,7 @@ SAID: dict[str, str] = {
     "writes_past_its_output": r"the process died of signal (6 \(aborted\)|11 \(segmentation fault\)).* "
     r"in memory that it had damaged",
     "caches_by_shape": "after a call of the same shape with other options|looked at after another call",
-    "caches_by_pointer": r"after (a call|\d calls) with other (values in the same tensors|tensors at the same addresses)",
+    "caches_by_pointer": r"after (a call|\d calls) with other (values in the same|tensors at the same addresses)",
     "keeps_strides": "after a call of the same shape with other options|looked at after another call",
     "keeps_batch": "after a call with another batch size",
     "wrong_in_the_second_call": "wrong in 12 of 24 calls with one input",
