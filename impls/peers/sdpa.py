@@ -49,16 +49,17 @@ def pinned(backend: SDPBackend) -> Callable[..., Tensor]:
 
 
 def unit_stride(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Makes an input contiguous if its last stride is not 1.
+    """Copies an input if its last stride is not 1.
 
     The fused kernels require that the elements of a row are adjacent in memory. For other inputs, PyTorch falls back to
-    math.
+    math. `contiguous` is not enough: it keeps any stride of a head dim of 1.
     """
 
+    def adjacent(tensor: Tensor) -> Tensor:
+        return tensor if tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
+
     def with_copies(query: Tensor, key: Tensor, value: Tensor, **keywords: object) -> Tensor:
-        return attention(
-            *(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)), **keywords
-        )
+        return attention(*map(adjacent, (query, key, value)), **keywords)
 
     return with_copies
 
