@@ -97,7 +97,7 @@ CALLS: dict[Call, str] = {
     "twice": "two backwards of one forward",
     "two-forwards": "another call with other options runs between forward and backward",
     "after-another": "after a call with other options",
-    "renewed": "after calls with other values in the same tensors, the first of them without gradients",
+    "renewed": "after one or four calls with other values in the same tensors; the first of four has no gradients",
     "readdressed": "the same, but with other tensors at the same addresses",
     "grown": "under torch.no_grad, after a call with all keys but the last, as with a cache that grows",
     "checkpointed": "under torch.utils.checkpoint",
