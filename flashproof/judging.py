@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from flashproof.calling import TENSORS, Answer, TensorName
 from flashproof.cases import OF_DOUT, Case
 from flashproof.impls.spec import Arithmetic
-from flashproof.oracles import ball, bounds, naive, verdict
+from flashproof.oracles import ball, bounds, naive, stagnation, verdict
 from flashproof.oracles.naive import Attention
 from flashproof.oracles.problem import Problem
 from flashproof.reports.record import Certainty, Element, figure
@@ -40,6 +40,7 @@ class Exact:
     casts: list[Attention]  # what roundings to nearest, of weights and of the output in delta, do here
     is_even: bool  # whether a right kernel makes errors of both signs, so that a bias is a fault
     certainty: Certainty
+    lost: Callable[[], Attention]  # what sums may lose to terms that are too small; added to the probabilistic bound
 
     def on_cpu(self) -> "Exact":
         """The same, moved to the CPU."""
@@ -50,6 +51,7 @@ class Exact:
             bound=_on_cpu(self.bound),
             statistical=_on_cpu(self.statistical),
             casts=[_on_cpu(each) for each in self.casts],
+            lost=lambda: _on_cpu(self.lost()),
         )
 
     def times(self, factor: float) -> "Exact":
@@ -61,10 +63,15 @@ class Exact:
         def larger(answer: Attention) -> Attention:
             return _each(answer, lambda tensor: abs(factor) * tensor)
 
-        parts = {"error": larger(self.error), "bound": larger(self.bound), "statistical": larger(self.statistical)}
-        casts = [multiple(each) for each in self.casts]
-        about = {"gates": self.gates, "casts": casts, "is_even": self.is_even, "certainty": self.certainty}
-        return Exact(multiple(self.answer), **parts, **about)  # type: ignore[arg-type]
+        return replace(
+            self,
+            answer=multiple(self.answer),
+            error=larger(self.error),
+            bound=larger(self.bound),
+            statistical=larger(self.statistical),
+            casts=[multiple(each) for each in self.casts],
+            lost=lambda: larger(self.lost()),
+        )
 
 
 @dataclass(frozen=True)
@@ -205,6 +212,7 @@ def exact_of(
         # Products that are rounded to 16 bit: all scores near 10000 may be rounded in one direction.
         arithmetic.products != "input",
         "certified" if enclosed else "bounded",
+        cache(lambda: stagnation.lost(problem, backward=backward)),
     )
 
 
@@ -346,10 +354,14 @@ def judge_tensor(actual: Tensor, name: TensorName, truth: Exact) -> Judged:
     true, error, bound, statistical = (
         getattr(part, name) for part in (truth.answer, truth.error, truth.bound, truth.statistical)
     )
+    rho = verdict.rho(actual, true, bound, error)
+    of_chance = verdict.rho(actual, true, statistical, error) if truth.gates else None
+    if of_chance and rho.value <= 1.0 < of_chance.value < math.inf:
+        of_chance = verdict.rho(actual, true, statistical + getattr(truth.lost(), name), error)
     return Judged(
         tensor=name,
-        rho=verdict.rho(actual, true, bound, error),
-        statistical=verdict.rho(actual, true, statistical, error) if truth.gates else None,
+        rho=rho,
+        statistical=of_chance,
         bias=verdict.bias(actual, true, statistical, [getattr(cast, name) for cast in truth.casts])
         if name != "lse" and truth.is_even
         else None,

@@ -1,0 +1,80 @@
+import math
+
+import pytest
+import torch
+
+from flashproof import judging
+from flashproof.cases import Case
+from flashproof.impls.spec import arithmetic_of_callables
+from flashproof.oracles import bounds, stagnation
+from flashproof.oracles.bounds import Claim
+from flashproof.oracles.masks import Mask
+from flashproof.oracles.problem import Problem
+from flashproof.tensors import inputs
+
+KEYS = 4001
+
+
+def with_one_heavy_key(gap: float) -> Problem:
+    """One query and many keys. Before the division, the first weight is 1 and each of the others is exp(-gap)."""
+    key = torch.full((1, 1, KEYS, 1), -gap)
+    key[:, :, 0] = 0.0
+    return Problem(torch.ones(1, 1, 1, 1), key, torch.ones(1, 1, KEYS, 1), torch.ones(1, 1, 1, 1), 1.0, Mask(1, KEYS))
+
+
+def summed_in_order(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse, where a float32 sum takes one key after the other."""
+    weights = torch.exp(problem.key[0, 0, :, 0])
+    total = torch.zeros(())
+    for weight in weights:
+        total = total + weight
+    return torch.ones(1, 1, 1, 1), total.log().reshape(1, 1, 1)
+
+
+@pytest.mark.parametrize("gap", [17.4, 18.0, 20.0])
+def test_a_sum_that_stagnates_loses_at_most_what_is_allowed(gap: float) -> None:
+    problem = with_one_heavy_key(gap)
+    exact = bounds.evaluate(problem, [], backward=False).answer.lse
+    error = (summed_in_order(problem)[1] - exact).abs()
+    assert error > 0.9 * (KEYS - 1) * math.exp(-gap)  # it lost all but the heavy key
+    assert error <= 1.01 * stagnation.lost(problem).lse
+
+
+def test_terms_that_a_sum_can_hold_are_not_lost() -> None:
+    lost = stagnation.lost(with_one_heavy_key(8.0))
+    assert not any(bool(getattr(lost, name).any()) for name in ("out", "lse", "dq", "dk", "dv"))
+
+
+def test_a_right_sum_that_stagnates_passes_and_a_wrong_one_fails() -> None:
+    claim = arithmetic_of_callables("float32", "cpu")
+    problem = with_one_heavy_key(17.4)
+    truth = judging.exact_of(problem, claim, backward=False)
+    lse = summed_in_order(problem)[1]
+    statistical = bounds.bounds(problem, Claim(claim, "statistical")).lse
+    assert (lse - truth.answer.lse).abs() > statistical  # without the term, this right kernel would fail
+    right, wrong = judging.judge_tensor(lse, "lse", truth), judging.judge_tensor(lse - 3.0 * statistical, "lse", truth)
+    assert right.statistical is not None
+    assert right.passed
+    assert right.statistical.value > 0.2  # the allowance is of the size of the loss
+    assert wrong.rho.value < 1.0  # the deterministic bound does not tell
+    assert not wrong.passed
+
+
+def test_the_loss_of_grouped_heads_is_that_of_each_head() -> None:
+    """The sums of a key head run over the rows of all its query heads."""
+    case = Case.parse("b1 h4/2 q300 k90 d3 causal rising x12 seed1")
+    problem = inputs(case).problem(case)
+    lost = stagnation.lost(problem)
+    for head in range(4):
+        one = Problem(
+            problem.query[:, head : head + 1],
+            problem.key[:, head // 2 : head // 2 + 1],
+            problem.value[:, head // 2 : head // 2 + 1],
+            problem.dout[:, head : head + 1],
+            problem.scale,
+            problem.mask,
+        )
+        alone = stagnation.lost(one)
+        for name in ("out", "lse", "dq"):
+            assert torch.allclose(getattr(alone, name)[:, 0], getattr(lost, name)[:, head], rtol=1e-9, atol=0.0)
+        assert (lost.dv[:, head // 2] >= alone.dv[:, 0] * (1 - 1e-9)).all()
