@@ -526,13 +526,15 @@ _OF_A_GPU = replace(_OF_A_CPU, hiding=("call",))
 _FEW_DIMS = ("64", "16", "32", "40", "128", "256", "odd")  # those of the grids, among others
 _OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS, odd=33)
 _OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=256)
+_OF_SLOW_CALLS = replace(_OF_SLOW_SHAPES, cases=60, pairs=False)
 _CASES_OF_A_QUICK_RUN = 60
 
 
 def room_of(implementation: Implementation, device: Device, effort: Effort = "default") -> Room:
     """The room that a run has for the cases of an implementation."""
     room = _OF_A_GPU if device == "cuda" else _OF_A_CPU
-    room = {"tile": _OF_SLOW_TILES, "shape": _OF_SLOW_SHAPES}.get(implementation.slow(device) or "", room)
+    slow = {"tile": _OF_SLOW_TILES, "shape": _OF_SLOW_SHAPES, "call": _OF_SLOW_CALLS}
+    room = slow.get(implementation.slow(device) or "", room)
     if effort == "quick":
         return replace(room, cases=_CASES_OF_A_QUICK_RUN, pairs=False)
     return replace(room, cases=10**6) if effort == "thorough" else room

@@ -11,8 +11,8 @@ sum of the absolute values of all terms. This amount is added to the probabilist
 The amounts take a pass over all scores for each column of the head dim. Only a result outside the probabilistic bound
 and inside the deterministic one needs them.
 
-Source: Blanchard, Higham, Lopez, Mary and Pranesh, SIAM J. Sci. Comput. 42(3), 2020 (stagnation); Higham and Mary, SIAM
-J. Sci. Comput. 41(5), 2019, section 4 (where the probabilistic bound fails).
+Source: Croci, Fasi, Higham, Mary and Mikaitis, Royal Society Open Science 9:211631, 2022 (stagnation); Higham and Mary,
+SIAM J. Sci. Comput. 41(5), 2019 (the assumptions of the probabilistic bound).
 """
 
 import torch

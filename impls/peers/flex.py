@@ -90,7 +90,7 @@ implementation = Implementation(
         dims=(64, 128),
         dim_multiple=64,
     ),
-    slow=lambda device: "shape",
+    slow=lambda device: "call",
     summary="PyTorch's FlexAttention, compiled for the mask; claimed for 16 bit, usual head dims and block masks only.",
     missing=missing,
     bare=True,
