@@ -92,7 +92,7 @@ class Covering:
         """A row that completes a pair, or if there is none left, a triple; None if nothing is left to complete."""
         while (wanted := self._wanted()) is not None:
             row = self._completed(wanted) if self.allowed(self._row(*wanted)) else None
-            if row is not None and any(self.completed([row])):
+            if row is not None and self._completes(row):
                 return self.add(row)
             self.forget(wanted)
         return None
@@ -103,7 +103,8 @@ class Covering:
             left = self.open_pairs.sum(axis=1)
             one = int(left.argmax())
             return [one, int((self.open_pairs[one] * (left + 1)).argmax())]
-        open_triples = self.open_triples.sum(axis=(1, 2), dtype=np.int64) * self._weight
+        # Counting one plane after the other takes a twentieth of the time of a sum over two axes.
+        open_triples = np.array([np.count_nonzero(plane) for plane in self.open_triples]) * self._weight
         if not open_triples.any():
             return None
         one = int(open_triples.argmax())
@@ -119,17 +120,28 @@ class Covering:
         """The numbers of its levels among all levels."""
         return [int(self.starts[factor]) + level for factor, level in enumerate(row)]
 
-    def _close(self, row: Row, pairs: np.ndarray, triples: np.ndarray) -> None:
-        """Takes what a row completes out of open pairs and triples."""
+    def _places(self, row: Row, size: int) -> list[list[int]]:
+        """The levels that can stand in each place of the pairs, or triples, that a row completes.
+
+        The row completes what has all of its hiding levels, and any of its levels in the other places.
+        """
         levels = self._numbers(row)
         hiding = [level for level in levels if self._hiding[level]]
+        if len(hiding) > size:
+            return [[]] * size
+        return [*([level] for level in hiding), *[levels] * (size - len(hiding))]
+
+    def _completes(self, row: Row) -> bool:
+        """Whether a row holds an open pair or triple."""
+        found = ((self.open_pairs, 2), (self.open_triples, 3))
+        return any(bool(left[np.ix_(*self._places(row, size))].any()) for left, size in found)
+
+    def _close(self, row: Row, pairs: np.ndarray, triples: np.ndarray) -> None:
+        """Takes what a row completes out of open pairs and triples."""
         for found, size in ((pairs, 2), (triples, 3)):
-            if len(hiding) > size:
-                continue
-            # The row completes what has all of its hiding levels, and any of its levels in the other places.
-            parts = [*([level] for level in hiding), *[levels] * (size - len(hiding))]
+            places = self._places(row, size)
             for order in permutations(range(size)):
-                found[np.ix_(*(parts[place] for place in order))] = False
+                found[np.ix_(*(places[place] for place in order))] = False
 
     def completed(self, rows: Sequence[Row]) -> tuple[int, int]:
         """How many open pairs and triples these rows hold. They stay open."""
@@ -220,8 +232,8 @@ class Covering:
     @property
     def coverage(self) -> tuple[Coverage, Coverage]:
         """Of pairs and of triples."""
-        pairs, triples = self.possible_pairs, int(self.triples.sum()) // 6
+        pairs, triples = self.possible_pairs, int(np.count_nonzero(self.triples)) // 6
         return (
-            Coverage(pairs - int(self.open_pairs.sum()) // 2, pairs),
-            Coverage(triples - int(self.open_triples.sum()) // 6, triples),
+            Coverage(pairs - int(np.count_nonzero(self.open_pairs)) // 2, pairs),
+            Coverage(triples - int(np.count_nonzero(self.open_triples)) // 6, triples),
         )

@@ -486,6 +486,16 @@ def _a_cache_can_grow(known: Known) -> bool:
 # ------------------------------------------------------------------------------------------------------------ array
 
 
+# The attention of models that many people run: query heads, key heads and head dim. Kernels have code for just these
+# shapes, which are triples of levels (with the dtype), so the array has few of each.
+MODELS = {
+    "GPT-2": (12, 12, 64),
+    "Phi-3 mini": (32, 32, 96),
+    "Llama 3 8B": (32, 8, 128),
+    "Qwen2.5 7B": (28, 4, 128),
+    "Gemma 2 9B": (16, 8, 256),
+    "Falcon 7B": (71, 1, 64),
+}
 TURNS = 6  # choices of the numbers of a row, the first of which that has room is taken
 TILE = 64  # queries, and keys, of a tile that may take milliseconds
 
@@ -525,7 +535,7 @@ _OF_A_CPU = Room(work=2.0**26, numbers=2.0**19, many=2.0**21.5, cases=600, hidin
 _OF_A_GPU = replace(_OF_A_CPU, hiding=("call",))
 _FEW_DIMS = ("64", "16", "32", "40", "128", "256", "odd")  # those of the grids, among others
 _OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS, odd=33)
-_OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=256)
+_OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=96)
 _OF_SLOW_CALLS = replace(_OF_SLOW_SHAPES, cases=60, pairs=False)
 _CASES_OF_A_QUICK_RUN = 60
 
@@ -717,8 +727,8 @@ class Space:
 
     @property
     def cases(self) -> list[Case]:
-        """The cases of a run: the array, and the longest sequences, for which it has no room."""
-        return self.array + self._long()
+        """The cases of a run: the array, the longest sequences, for which it has no room, and the shapes of models."""
+        return self.array + self._long() + self._models()
 
     @cached_property
     def array(self) -> list[Case]:
@@ -737,6 +747,19 @@ class Space:
             case = self._case(self.plain | chosen | {"head dim": smallest}, number, smallest=_OF_SIZE)
             found.append(replace(case, heads=1, kv_heads=1))
         return found
+
+    def _models(self) -> list[Case]:
+        """The attention of models in each dtype: the causal one of training, and one query of generation."""
+        if self.room.steps < math.inf or not self.room.pairs:
+            return []
+        shapes = [(dtype, *shape) for shape in MODELS.values() for dtype in self.dtypes]
+        found = []
+        for number, (dtype, heads, kv_heads, dim) in enumerate(shapes):
+            model = Case(heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, seed=number)
+            length = LENGTHS["past a tile"][number % 8]
+            found.append(replace(model, queries=length, keys=length, mask="causal"))
+            found.append(replace(model, queries=1, keys=1000 + number, call="inference"))
+        return [case for case in found if not_claimed(case, self.supports) is None]
 
     @property
     def coverage(self) -> tuple[Coverage, Coverage]:
