@@ -64,6 +64,15 @@ TimeLimit = Annotated[
 Processes = Annotated[
     str, typer.Option("-n", "--processes", metavar="NUMBER", help="how many processes; 0 runs all of it in this one")
 ]
+Require = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--require",
+        metavar="FEATURES",
+        help="fail unless these were verified: backward, causal, dropout, float16 ...; commas between them",
+    ),
+]
+Strict = Annotated[bool, typer.Option("--strict", help="fail if something could not be verified, and say what")]
 Records = Annotated[
     Path | None, typer.Option("--records", metavar="FILE", help="where the records go; then no report is written")
 ]
@@ -122,6 +131,8 @@ def verify(
     keyword: Annotated[
         str | None, typer.Option("-k", metavar="EXPRESSION", help="only checks whose names match, as for pytest -k")
     ] = None,
+    require: Require = None,
+    strict: Strict = False,
     time_limit: TimeLimit = None,
     processes: Processes = "auto",
     records: Records = None,
@@ -139,6 +150,8 @@ def verify(
         thorough=thorough,
         search=search,
         keyword=keyword,
+        require=tuple(require or ()),
+        strict=strict,
         time_limit=time_limit,
         processes=processes,
         records=records,

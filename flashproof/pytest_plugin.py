@@ -68,6 +68,14 @@ def add_options(parser: pytest.Parser) -> None:
     add(
         "--search", "how much each search tries: cases (5000) or time (30s, 10m, 8h); Ctrl-C ends all", metavar="BUDGET"
     )
+    add(
+        "--require",
+        "fail unless these were verified: backward, causal, dropout, float16 ...; commas between them",
+        metavar="FEATURES",
+        **many,
+    )
+    # pytest has a --strict of its own.
+    add("--strict-verdict", "fail if something could not be verified, and say what", action="store_true")
     add("--time-limit", "for one call of an external kernel, with its backward", metavar="SECONDS", type=_seconds)
     add("--records", "where the records go; then no report is written", metavar="FILE")
     add("--report", "where the report goes, instead of flashproof-report", metavar="DIR")

@@ -38,6 +38,8 @@ class Wanted:
     quick: bool = False
     thorough: bool = False
     search: str | None = None
+    require: tuple[str, ...] = ()
+    strict: bool = False
     time_limit: float | None = None
     processes: Processes = "auto"
     keyword: str | None = None
@@ -48,7 +50,8 @@ class Wanted:
     def words(self) -> list[str]:
         """The words that pytest is given."""
         found = ["-c", str(CONFIGURATION), f"--rootdir={Path.cwd()}", *ALONE, "-n", str(self.processes)]
-        for option, values in (("impl", self.targets), ("dtype", self.dtypes), ("case", self.cases)):
+        several = {"impl": self.targets, "dtype": self.dtypes, "case": self.cases, "require": self.require}
+        for option, values in several.items():
             found += [f"--{option}={value}" for value in values]
         single = {
             "--device": self.device,
@@ -62,7 +65,8 @@ class Wanted:
         for name, value in single.items():
             if value is not None:
                 found += [f"{name}={value}"] if name.startswith("--") else [name, str(value)]
-        return found + ["--quick"] * self.quick + ["--thorough"] * self.thorough
+        flags = {"--quick": self.quick, "--thorough": self.thorough, "--strict-verdict": self.strict}
+        return found + [flag for flag, is_given in flags.items() if is_given]
 
 
 class Watcher:

@@ -16,9 +16,10 @@ import pytest
 import torch
 from threadpoolctl import threadpool_limits
 
-from flashproof import defects, judging, quick, search, space
+from flashproof import defects, exercised, judging, quick, search, space
 from flashproof.defects import Defect
 from flashproof.environment import environment, run_name
+from flashproof.exercised import Exercised
 from flashproof.impls.spec import Device, Implementation
 from flashproof.loading import is_external
 from flashproof.registry import Check, check_of, checks
@@ -78,6 +79,9 @@ class Session:
         self.refused: dict[tuple[str, str], list[str]] = {}  # what an implementation said when it declined, by dtype
         self.left_out: dict[tuple[str, Device], str] = {}  # implementations that answer no call there, and how it ends
         self.found: dict[tuple[str, str], Judgement] = {}  # the worst that a search found, by dtype
+        with named("--require"):
+            self.exercised = Exercised(exercised.parse(getattr(config.option, "flashproof_require", None) or []))
+        self.strict = bool(getattr(config.option, "flashproof_strict_verdict", False))
         self.listeners: list[Callable[[Record], None]] = []  # are told each record that is written
         self.command = ""  # what started the run, if not pytest
         with named("[tool.flashproof]"):
@@ -297,6 +301,7 @@ class Session:
             listener(record)
         if not isinstance(record, Judgement):
             return
+        self.exercised.add(record)
         of = record.implementation, record.dtype
         if record.status == "passed":
             self.passed[record.implementation] = self.passed.get(record.implementation, 0) + 1

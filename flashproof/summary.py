@@ -17,6 +17,7 @@ from flashproof.impls.spec import DTYPES, Implementation
 from flashproof.reports import wording
 from flashproof.reports.evidence import worst_rho
 from flashproof.session import Session
+from flashproof.targets import Loaded
 
 ENDS = {"passed": "passed", "failed": "failed", "known defect": "with a known defect", "skipped": "left out"}
 QUICK = "quick: each check had a share of its cases, and there was no search; without --quick the kernel is verified"
@@ -57,7 +58,7 @@ def settle(session: Session, tests: pytest.Session, exitstatus: int) -> None:
     stopped = exitstatus in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR)
     passed = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
     verifies = session.asked and not session.times
-    if verifies and passed and unverified(session):
+    if verifies and passed and (unverified(session) or lacking(session) or (session.strict and _doubts(session))):
         tests.exitstatus = pytest.ExitCode.TESTS_FAILED
     session.status = int(tests.exitstatus)
     session.close(
@@ -197,17 +198,15 @@ def _verdict(session: Session) -> Iterator[Line]:
     selection = session.selection
     for name in unverified(session):
         yield Line(f"not verified: {name} ({reason(session, name)})", "red")
-    left_out = {name for name, _ in session.left_out}
-    for loaded in selection.loaded if not selection.cases else ():
-        if not loaded.is_external or not loaded.implementation or loaded.name in left_out:
-            continue
-        if unnamed := _unnamed(loaded.implementation):
+    for name, features in lacking(session).items():
+        yield Line(f"required, and not verified: {', '.join(features)} of {name}", "red")
+    for loaded in _external(session):
+        if loaded.implementation and (unnamed := _unnamed(loaded.implementation)):
             parameters = ", ".join(unnamed)
             yield Line(
                 f"not claimed: {loaded.name} has no parameter {parameters}; nothing that these ask for was verified"
             )
-        if never := signatures.never_given(loaded.implementation):
-            yield Line(f"never given: {never}")
+    yield from _doubts(session)
     for loaded in selection.loaded:
         if loaded.changed:
             changed = ", ".join(loaded.changed)
@@ -216,10 +215,42 @@ def _verdict(session: Session) -> Iterator[Line]:
         for loaded in selection.loaded:
             for device, covered in session.covered(loaded).items():
                 yield Line(f"covered: {loaded.name} on {device}, {wording.covered(covered)}")
+
+
+def _external(session: Session) -> list[Loaded]:
+    """The external kernels that answered calls."""
+    selection, left_out = session.selection, {name for name, _ in session.left_out}
+    return [
+        loaded
+        for loaded in (selection.loaded if not selection.cases else ())
+        if loaded.is_external and loaded.implementation and loaded.name not in left_out
+    ]
+
+
+def lacking(session: Session) -> dict[str, list[str]]:
+    """The features of `--require` that each implementation was not verified with."""
+    names = dict.fromkeys([loaded.name for loaded in session.selection.loaded])
+    return {name: missing for name in names if (missing := session.exercised.missing(name))}
+
+
+def _doubts(session: Session) -> list[Line]:
+    """What a run could not verify: parameters that no call was given, refused cases, gradients that were not there.
+
+    With `--strict`, each of these makes the run a failure.
+    """
+    color, left_out = "red" if session.strict else "yellow", {name for name, _ in session.left_out}
+    found = [
+        f"never given: {never}"
+        for loaded in _external(session)
+        if loaded.implementation and (never := signatures.never_given(loaded.implementation))
+    ]
     for (name, words), dtypes in _refusals(session).items():
-        if name not in left_out:  # else it is said above
+        if name not in left_out:  # else it is said elsewhere
             times = wording.plural(sum(dtypes.values()), "time")
-            yield Line(f"refused: {name}, {', '.join(dtypes)}, {times}, first with: {words}", "yellow")
+            found.append(f"refused: {name}, {', '.join(dtypes)}, {times}, first with: {words}")
+    if session.strict and (forward := forward_only(session)):
+        found.append(f"no gradients: {_listed(forward)} carried none")
+    return [Line(words, color) for words in found]
 
 
 def _refusals(session: Session) -> dict[tuple[str, str], dict[str, int]]:

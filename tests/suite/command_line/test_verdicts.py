@@ -161,6 +161,51 @@ def test_the_last_line(project: Path, words: list[str], status: int, says: str) 
     assert "0 implementations" not in said
 
 
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        (["mine.py:right", "--require=backward,float32"], 0, r"^passed: "),
+        (
+            ["mine.py:right", "--require", "backward,dropout", "--require", "float16"],
+            1,
+            r"^required, and not verified: dropout, float16 of mine.py:right$",
+        ),
+        (
+            ["mine.py:forward_only", "--require", "backward"],
+            1,
+            r"^required, and not verified: backward of mine.py:forward_only$",
+        ),
+        (["mine.py:right", "--strict"], 0, r"^passed: "),
+        (["mine.py:forward_only"], 0, r"^passed forward only: "),
+        (["mine.py:forward_only", "--strict"], 1, r"^no gradients: mine.py:forward_only, float32 carried none$"),
+        (
+            ["mine.py:right", "--require", "bakward"],
+            4,
+            r"^ERROR: --require: 'bakward' is not a feature; close: backward; ",
+        ),
+    ],
+    ids=str,
+)
+def test_what_has_to_be_verified(project: Path, words: list[str], status: int, says: str) -> None:
+    """--require and --strict make a run fail that left something unverified, and the last lines say what."""
+    ended, said = run(project, *words, "--case", SMALL, "--records", "run.jsonl")
+    assert ended == status, said
+    assert re.search(says, said, re.MULTILINE), said
+
+
+def test_parameters_that_no_call_was_given(project: Path) -> None:
+    """By default a run names them, and with --strict it fails."""
+    (project / "other.py").write_text(
+        f"{KERNELS}\n\ndef renamed(q, k, v, causal=False, sm_scale=None):\n    return right(q, k, v, causal)\n"
+    )
+    words = ("other.py:renamed", "-k", "contract/answers", "--dtype", "fp32", "--records", "run.jsonl")
+    never = "never given: causal, sm_scale (parameters of other.py:renamed); rename causal to is_causal and sm_scale to"
+    for options, status in ((), 0), (("--strict",), 1):
+        ended, said = run(project, *words, *options)
+        assert ended == status, said
+        assert never in " ".join(said.split())
+
+
 def test_failures_are_told_once(project: Path) -> None:
     """A run of pytest prints flashproof's text for a failure, the number of equal failures, and the verdict."""
     status, said = run(
