@@ -35,7 +35,9 @@ from flashproof.impls.triton.flash import Loop, Tile, Tiles
 from flashproof.impls.triton.primitives import (
     INFINITY,
     INTERPRETED,
+    as_argument,
     device_function,
+    head_dim,
     head_of,
     kernel,
     load_rows,
@@ -43,7 +45,7 @@ from flashproof.impls.triton.primitives import (
     place,
     slow,
     store_rows,
-    times_sign,
+    stride_of,
     wide,
 )
 from flashproof.impls.triton.steps import attend, attended, gradients_of_keys, gradients_of_queries
@@ -137,7 +139,7 @@ def list_arguments(lists: Tensor) -> dict[str, Any]:
     If the size of a dimension is 1, every batch or every head reads the same lists.
     """
     strides = [stride if size > 1 else 0 for size, stride in zip(lists.shape[:2], lists.stride()[:2], strict=True)]
-    return {"lists": lists, "lists_strides": (*strides, lists.stride(2))}
+    return {"lists": lists, "lists_strides": tuple(map(as_argument, (*strides, lists.stride(2))))}
 
 
 @device_function
@@ -147,7 +149,8 @@ def list_at(lists, strides, batch, head, row, LENGTH: tl.constexpr):
     The result is a pointer to the first block index, the number of steps of LENGTH in the whole blocks, and the number
     of such steps in all visible blocks.
     """
-    counts = lists + (wide(batch) * strides[0] + wide(head) * strides[1] + wide(row // SIDE) * strides[2])
+    of_batch, of_head, of_row = stride_of(strides[0]), stride_of(strides[1]), stride_of(strides[2])
+    counts = lists + (wide(batch) * of_batch + wide(head) * of_head + wide(row // SIDE) * of_row)
     return counts + 2, tl.load(counts) * (SIDE // LENGTH), tl.load(counts + 1) * (SIDE // LENGTH)
 
 
@@ -168,10 +171,10 @@ def tile_of_list(blocks, step, LENGTH: tl.constexpr):
 def forward_kernel(
     query, key, value, out, lse, lists,
     query_strides, key_strides, value_strides, out_strides, lists_strides,
-    heads, groups, queries, keys, offset,
+    heads, groups, queries, keys, dim, offset,
     magnitude, exponent_scale,  # |scale|, |scale| log2 e
     seed: tl.uint64, last_dropped: tl.uint32, kept_scale,  # dropout: seed, largest word that drops, 1 / (1 - p)
-    SIGN: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    DROPOUT: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr,
     WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Computes the output and the LSE of one tile of QUERIES queries of one head.
@@ -180,15 +183,14 @@ def forward_kernel(
     lse [batch, heads, queries] is contiguous, in float32.
     lists: the result of `lists_of_keys`.
     """
+    dim = head_dim(dim, PADDED_DIM, PADDED, UNIT)
     # The last query tile runs first, because with a causal mask it has the most work.
     first_query, head, batch = place(queries, heads, QUERIES, True)
     query_at = first_query + tl.arange(0, QUERIES)
     key = head_of(key, key_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
     value = head_of(value, value_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
     # The shape of q is [QUERIES, PADDED_DIM].
-    q = times_sign(
-        load_rows(query, query_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT), SIGN
-    )
+    q = load_rows(query, query_strides, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE, UNIT)
 
     blocks, full, end = list_at(lists, lists_strides, batch, head, first_query, KEYS)
     maximum = tl.full([QUERIES], -INFINITY, tl.float32)
@@ -198,19 +200,19 @@ def forward_kernel(
         first_key = tile_of_list(blocks, step, KEYS)
         accumulator, maximum, total = attend(
             accumulator, maximum, total, q, query_at, key, value, first_key, keys, offset,
-            exponent_scale, seed, last_dropped, batch, head, False, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
+            exponent_scale, seed, last_dropped, batch, head, False, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
         )  # fmt: skip
     for step in tl.range(full, end):
         first_key = tile_of_list(blocks, step, KEYS)
         accumulator, maximum, total = attend(
             accumulator, maximum, total, q, query_at, key, value, first_key, keys, offset,
-            exponent_scale, seed, last_dropped, batch, head, True, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
+            exponent_scale, seed, last_dropped, batch, head, True, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
         )  # fmt: skip
 
     o, row_lse = attended(accumulator, maximum, total, magnitude, kept_scale)
     lse += (wide(batch) * heads + head) * queries
     tl.store(lse + query_at, row_lse, mask=query_at < queries)
-    store_rows(out, out_strides, o, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)
+    store_rows(out, out_strides, o, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE, UNIT)
 
 
 # ------------------------------------------------------------------------------------------------------------- backward
@@ -220,9 +222,9 @@ def forward_kernel(
 def dkey_dvalue_kernel(
     query, key, value, dout, lse, delta, dkey, dvalue, lists,
     query_strides, key_strides, value_strides, dout_strides, dkey_strides, dvalue_strides, lists_strides,
-    kv_heads, groups, queries, keys, offset,
+    kv_heads, groups, queries, keys, dim, offset,
     scale, seed: tl.uint64, last_dropped: tl.uint32, kept_scale,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    DROPOUT: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr,
     WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Computes dK and dV of one tile of KEYS keys of one key head.
@@ -234,11 +236,12 @@ def dkey_dvalue_kernel(
     lse and delta [batch, heads, queries] are contiguous, in float32.
     lists: the result of `lists_of_queries`.
     """
+    dim = head_dim(dim, PADDED_DIM, PADDED, UNIT)
     first_key, kv_head, batch = place(keys, kv_heads, KEYS, False)
     key_at = first_key + tl.arange(0, KEYS)
     # The shape of k and v is [KEYS, PADDED_DIM].
-    k = load_rows(key, key_strides, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT)
-    v = load_rows(value, value_strides, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT)
+    k = load_rows(key, key_strides, batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE, UNIT)
+    v = load_rows(value, value_strides, batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE, UNIT)
 
     dk = tl.full([KEYS, PADDED_DIM], 0.0, tl.float32)
     dv = tl.full([KEYS, PADDED_DIM], 0.0, tl.float32)
@@ -252,27 +255,31 @@ def dkey_dvalue_kernel(
             first_query = tile_of_list(blocks, step, QUERIES)
             dk, dv = gradients_of_keys(
                 dk, dv, k, v, key_at, q_head, do_head, lse + first_row, delta + first_row, first_query, queries, offset,
-                scale, seed, last_dropped, kept_scale, batch, head, False, CAUSAL, DROPOUT, DIM, PADDED_DIM, QUERIES,
+                scale, seed, last_dropped, kept_scale, batch, head, False, DROPOUT, dim, PADDED_DIM, PADDED, QUERIES,
             )  # fmt: skip
         for step in tl.range(full, end):
             first_query = tile_of_list(blocks, step, QUERIES)
             dk, dv = gradients_of_keys(
                 dk, dv, k, v, key_at, q_head, do_head, lse + first_row, delta + first_row, first_query, queries, offset,
-                scale, seed, last_dropped, kept_scale, batch, head, True, CAUSAL, DROPOUT, DIM, PADDED_DIM, QUERIES,
+                scale, seed, last_dropped, kept_scale, batch, head, True, DROPOUT, dim, PADDED_DIM, PADDED, QUERIES,
             )  # fmt: skip
-    store_rows(dkey, dkey_strides, dk * scale, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT)
     store_rows(
-        dvalue, dvalue_strides, dv * kept_scale, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT
-    )
+        dkey, dkey_strides, dk * scale,
+        batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE, UNIT,
+    )  # fmt: skip
+    store_rows(
+        dvalue, dvalue_strides, dv * kept_scale,
+        batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE, UNIT,
+    )  # fmt: skip
 
 
 @kernel
 def dquery_kernel(
     query, key, value, dout, lse, delta, dquery, lists,
     query_strides, key_strides, value_strides, dout_strides, dquery_strides, lists_strides,
-    heads, groups, queries, keys, offset,
+    heads, groups, queries, keys, dim, offset,
     scale, seed: tl.uint64, last_dropped: tl.uint32, kept_scale,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    DROPOUT: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr,
     WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Computes dQ of one tile of QUERIES queries of one head. The loops are those of the forward.
@@ -281,13 +288,14 @@ def dquery_kernel(
     lse and delta [batch, heads, queries] are contiguous, in float32.
     lists: the result of `lists_of_keys`.
     """
+    dim = head_dim(dim, PADDED_DIM, PADDED, UNIT)
     first_query, head, batch = place(queries, heads, QUERIES, True)
     query_at = first_query + tl.arange(0, QUERIES)
     key = head_of(key, key_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
     value = head_of(value, value_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
     # The shape of q and do is [QUERIES, PADDED_DIM].
-    q = load_rows(query, query_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)
-    do = load_rows(dout, dout_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)
+    q = load_rows(query, query_strides, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE, UNIT)
+    do = load_rows(dout, dout_strides, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE, UNIT)
     first_row = (wide(batch) * heads + head) * queries
     row_lse = tl.load(lse + first_row + query_at, mask=query_at < queries, other=INFINITY)
     row_delta = tl.load(delta + first_row + query_at, mask=query_at < queries, other=0.0)
@@ -297,16 +305,17 @@ def dquery_kernel(
     for step in tl.range(0, full):
         dq = gradients_of_queries(
             dq, q, do, row_lse, row_delta, query_at, key, value, tile_of_list(blocks, step, KEYS), keys, offset,
-            scale, seed, last_dropped, kept_scale, batch, head, False, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
+            scale, seed, last_dropped, kept_scale, batch, head, False, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
         )  # fmt: skip
     for step in tl.range(full, end):
         dq = gradients_of_queries(
             dq, q, do, row_lse, row_delta, query_at, key, value, tile_of_list(blocks, step, KEYS), keys, offset,
-            scale, seed, last_dropped, kept_scale, batch, head, True, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
+            scale, seed, last_dropped, kept_scale, batch, head, True, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
         )  # fmt: skip
     store_rows(
-        dquery, dquery_strides, dq * scale, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT
-    )
+        dquery, dquery_strides, dq * scale,
+        batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE, UNIT,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------- the call

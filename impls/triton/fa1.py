@@ -49,14 +49,17 @@ from flashproof.impls.triton.primitives import (
     Launch,
     Scale,
     call_arguments,
+    contiguous_tile_at,
     device_function,
     dot,
+    head_dim,
     kept,
     kernel,
     load_tile,
     missing,
     padded_dim,
     rounded,
+    seen_keys,
     slow,
     store_tile,
     this_program,
@@ -98,12 +101,9 @@ def tiles(dtype: torch.dtype, dim: int, resident: int, *, interpreted: bool = IN
 
 
 @device_function
-def seen_pairs(rows, columns, queries, keys, offset, CAUSAL: tl.constexpr):
+def seen_pairs(rows, columns, queries, keys, offset):
     """Returns [rows, columns]: whether the query of a row sees the key of a column. False past the end of either."""
-    seen = (rows < queries)[:, None] & (columns < keys)[None, :]
-    if CAUSAL:
-        seen = seen & (columns[None, :] <= rows[:, None] + offset)
-    return seen
+    return (rows < queries)[:, None] & (columns[None, :] < seen_keys(rows, keys, offset)[:, None])
 
 
 @device_function
@@ -119,10 +119,10 @@ def finite(maximum):
 def forward_kernel(
     query, key, value, query_strides, key_strides, value_strides,
     out, row_max, row_sum,  # contiguous, float32; the host fills them with 0, -inf, 0
-    heads, groups, queries, keys, offset,
+    heads, groups, queries, keys, dim, offset,
     sign, exponent_scale,
     seed: tl.uint64, last_dropped: tl.uint32, kept_scale,  # dropout: seed, largest word that drops, 1 / (1 - p)
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    DROPOUT: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr,
     WIDE: tl.constexpr, UNIT: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 1 for one batch and one query head.
@@ -130,36 +130,34 @@ def forward_kernel(
     query [batch, heads, queries, dim], key and value [batch, kv_heads, keys, dim] may have any strides.
     out [batch, heads, queries, dim], row_max and row_sum [batch, heads, queries] hold the state of the rows.
     """
+    dim = head_dim(dim, PADDED_DIM, PADDED, UNIT)
     program = this_program()  # batch * heads + head
     batch, head = program // heads, program % heads
     first_row = wide(program) * queries
-    out += first_row * DIM
+    out += first_row * dim
     row_max += first_row
     row_sum += first_row
 
-    seen_keys = keys
-    if CAUSAL:  # the last query sees the most keys
-        seen_keys = tl.minimum(keys, queries + offset)
-    for first_key in range(0, seen_keys, KEY_TILE):
+    # The last query sees the most keys.
+    for first_key in range(0, seen_keys(queries - 1, keys, offset), KEY_TILE):
         columns = first_key + tl.arange(0, KEY_TILE)
         k_tile = tile_at(key, key_strides, batch, head // groups, first_key, KEY_TILE, PADDED_DIM, WIDE, UNIT)
         v_tile = tile_at(value, value_strides, batch, head // groups, first_key, KEY_TILE, PADDED_DIM, WIDE, UNIT)
-        k = load_tile(k_tile, first_key, keys, DIM, KEY_TILE, PADDED_DIM, True)  # [keys, dim]
-        v = load_tile(v_tile, first_key, keys, DIM, KEY_TILE, PADDED_DIM, True)
+        k = load_tile(k_tile, first_key, keys, dim, KEY_TILE, PADDED_DIM, PADDED, True)  # [keys, dim]
+        v = load_tile(v_tile, first_key, keys, dim, KEY_TILE, PADDED_DIM, PADDED, True)
 
-        first_seeing = 0
-        if CAUSAL:  # earlier queries see no key of this tile
-            first_seeing = tl.maximum(first_key - offset, 0) // QUERY_TILE * QUERY_TILE
+        # Queries before `first_seeing` see no key of this tile.
+        first_seeing = tl.maximum(first_key - offset, 0) // QUERY_TILE * QUERY_TILE
         for first_query in range(first_seeing, queries, QUERY_TILE):
             rows = first_query + tl.arange(0, QUERY_TILE)
             q_tile = tile_at(query, query_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE, UNIT)
-            q = load_tile(q_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)  # [queries, dim]
+            q = load_tile(q_tile, first_query, queries, dim, QUERY_TILE, PADDED_DIM, PADDED, True)  # [queries, dim]
             old_max = tl.load(row_max + rows, mask=rows < queries, other=-INFINITY)  # [queries]
             old_sum = tl.load(row_sum + rows, mask=rows < queries, other=0.0)
 
             # The softmax of this tile, with the maximum of the tile itself.
             raw = sign * dot(q, tl.trans(k))  # [queries, keys]
-            raw = tl.where(seen_pairs(rows, columns, queries, keys, offset, CAUSAL), raw, -INFINITY)
+            raw = tl.where(seen_pairs(rows, columns, queries, keys, offset), raw, -INFINITY)
             tile_max = tl.max(raw, 1)
             weights = tl.exp2((raw - finite(tile_max)[:, None]) * exponent_scale)
             tile_sum = tl.sum(weights, 1)
@@ -173,15 +171,15 @@ def forward_kernel(
             tile_rescale = tl.exp2((tile_max - finite(new_max)) * exponent_scale)
             new_sum = old_share + tile_sum * tile_rescale
             divisor = tl.where(new_sum == 0.0, 1.0, new_sum)  # the output of a row that has seen no key stays 0
-            out_tile = tile_at(out, (0, 0, DIM, 1), 0, 0, first_query, QUERY_TILE, PADDED_DIM, False, 1)
-            old_out = load_tile(out_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)
+            out_tile = contiguous_tile_at(out, first_query, dim, QUERY_TILE, PADDED_DIM)
+            old_out = load_tile(out_tile, first_query, queries, dim, QUERY_TILE, PADDED_DIM, PADDED, True)
             new_out = (
                 old_out * tl.div_rn(old_share, divisor)[:, None]
                 + tile_out * tl.div_rn(tile_rescale * kept_scale, divisor)[:, None]
             )
 
             tl.debug_barrier()  # every thread reads before any thread writes
-            store_tile(out_tile, new_out, first_query, queries, DIM, QUERY_TILE, PADDED_DIM)
+            store_tile(out_tile, new_out, first_query, queries, dim, QUERY_TILE, PADDED_DIM, PADDED)
             tl.store(row_max + rows, new_max, mask=rows < queries)
             tl.store(row_sum + rows, new_sum, mask=rows < queries)
         tl.debug_barrier()  # the next key tile reads what other threads of this program wrote
@@ -193,10 +191,10 @@ def backward_kernel(
     out, row_max, row_sum,  # contiguous, from the forward; out in the dtype of the inputs
     dquery,  # contiguous, float32; the host fills it with 0
     dkey, dvalue,  # contiguous
-    kv_heads, groups, queries, keys, offset,
+    kv_heads, groups, queries, keys, dim, offset,
     scale, sign, exponent_scale,
     seed: tl.uint64, last_dropped: tl.uint32, kept_scale,  # dropout: seed, largest word that drops, 1 / (1 - p)
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    DROPOUT: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr,
     WIDE: tl.constexpr, UNIT: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 4 for one batch and one key head.
@@ -205,23 +203,22 @@ def backward_kernel(
     out, dquery [batch, heads, queries, dim], row_max, row_sum [batch, heads, queries].
     dkey, dvalue [batch, kv_heads, keys, dim].
     """
+    dim = head_dim(dim, PADDED_DIM, PADDED, UNIT)
     program = this_program()  # batch * kv_heads + kv_head
     batch, kv_head = program // kv_heads, program % kv_heads
-    dkey += wide(program) * keys * DIM
-    dvalue += wide(program) * keys * DIM
+    dkey += wide(program) * keys * dim
+    dvalue += wide(program) * keys * dim
 
     for first_key in range(0, keys, KEY_TILE):
         columns = first_key + tl.arange(0, KEY_TILE)
         k_tile = tile_at(key, key_strides, batch, kv_head, first_key, KEY_TILE, PADDED_DIM, WIDE, UNIT)
         v_tile = tile_at(value, value_strides, batch, kv_head, first_key, KEY_TILE, PADDED_DIM, WIDE, UNIT)
-        k = load_tile(k_tile, first_key, keys, DIM, KEY_TILE, PADDED_DIM, True)  # [keys, dim]
-        v = load_tile(v_tile, first_key, keys, DIM, KEY_TILE, PADDED_DIM, True)
+        k = load_tile(k_tile, first_key, keys, dim, KEY_TILE, PADDED_DIM, PADDED, True)  # [keys, dim]
+        v = load_tile(v_tile, first_key, keys, dim, KEY_TILE, PADDED_DIM, PADDED, True)
         dk = tl.zeros([KEY_TILE, PADDED_DIM], tl.float32)
         dv = tl.zeros([KEY_TILE, PADDED_DIM], tl.float32)
 
-        first_seeing = 0
-        if CAUSAL:
-            first_seeing = tl.maximum(first_key - offset, 0) // QUERY_TILE * QUERY_TILE
+        first_seeing = tl.maximum(first_key - offset, 0) // QUERY_TILE * QUERY_TILE
         for member in range(groups):  # the query heads that share this key head
             head = kv_head * groups + member
             first_row = (wide(program) * groups + member) * queries
@@ -229,19 +226,17 @@ def backward_kernel(
                 rows = first_query + tl.arange(0, QUERY_TILE)
                 q_tile = tile_at(query, query_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE, UNIT)
                 do_tile = tile_at(dout, dout_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE, UNIT)
-                o_tile = tile_at(
-                    out + first_row * DIM, (0, 0, DIM, 1), 0, 0, first_query, QUERY_TILE, PADDED_DIM, False, 1
-                )
-                q = load_tile(q_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)  # [queries, dim]
-                do = load_tile(do_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)
-                o = load_tile(o_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True)
+                o_tile = contiguous_tile_at(out + first_row * dim, first_query, dim, QUERY_TILE, PADDED_DIM)
+                q = load_tile(q_tile, first_query, queries, dim, QUERY_TILE, PADDED_DIM, PADDED, True)  # [queries, dim]
+                do = load_tile(do_tile, first_query, queries, dim, QUERY_TILE, PADDED_DIM, PADDED, True)
+                o = load_tile(o_tile, first_query, queries, dim, QUERY_TILE, PADDED_DIM, PADDED, True)
                 # delta [queries] is sum_j P_ij dP_ij, which is equal to sum_d dO_id O_id.
                 delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
                 maximum = tl.load(row_max + first_row + rows, mask=rows < queries, other=-INFINITY)  # [queries]
                 total = tl.load(row_sum + first_row + rows, mask=rows < queries, other=0.0)
 
                 # Recompute the weights, this time normalised.
-                seen = seen_pairs(rows, columns, queries, keys, offset, CAUSAL)
+                seen = seen_pairs(rows, columns, queries, keys, offset)
                 raw = tl.where(seen, sign * dot(q, tl.trans(k)), -INFINITY)  # [queries, keys]
                 p = (
                     tl.exp2((raw - finite(maximum)[:, None]) * exponent_scale)
@@ -260,18 +255,16 @@ def backward_kernel(
                 ds = rounded(tl.where(seen, p * (dp - delta[:, None]), 0.0), q.dtype)
                 dk = dot(tl.trans(ds), q, dk)
 
-                dq_tile = tile_at(
-                    dquery + first_row * DIM, (0, 0, DIM, 1), 0, 0, first_query, QUERY_TILE, PADDED_DIM, False, 1
-                )
-                # The shape of dq is [queries, dim].
-                dq = load_tile(dq_tile, first_query, queries, DIM, QUERY_TILE, PADDED_DIM, True) + scale * dot(ds, k)
+                dq_tile = contiguous_tile_at(dquery + first_row * dim, first_query, dim, QUERY_TILE, PADDED_DIM)
+                dq = load_tile(dq_tile, first_query, queries, dim, QUERY_TILE, PADDED_DIM, PADDED, True)
+                dq += scale * dot(ds, k)  # [queries, dim]
                 tl.debug_barrier()  # every thread reads before any thread writes
-                store_tile(dq_tile, dq, first_query, queries, DIM, QUERY_TILE, PADDED_DIM)
+                store_tile(dq_tile, dq, first_query, queries, dim, QUERY_TILE, PADDED_DIM, PADDED)
 
-        dk_tile = tile_at(dkey, (0, 0, DIM, 1), 0, 0, first_key, KEY_TILE, PADDED_DIM, False, 1)
-        dv_tile = tile_at(dvalue, (0, 0, DIM, 1), 0, 0, first_key, KEY_TILE, PADDED_DIM, False, 1)
-        store_tile(dk_tile, scale * dk, first_key, keys, DIM, KEY_TILE, PADDED_DIM)
-        store_tile(dv_tile, kept_scale * dv, first_key, keys, DIM, KEY_TILE, PADDED_DIM)
+        dk_tile = contiguous_tile_at(dkey, first_key, dim, KEY_TILE, PADDED_DIM)
+        dv_tile = contiguous_tile_at(dvalue, first_key, dim, KEY_TILE, PADDED_DIM)
+        store_tile(dk_tile, scale * dk, first_key, keys, dim, KEY_TILE, PADDED_DIM, PADDED)
+        store_tile(dv_tile, kept_scale * dv, first_key, keys, dim, KEY_TILE, PADDED_DIM, PADDED)
         tl.debug_barrier()  # the next key tile reads the dQ that other threads of this program wrote
 
 

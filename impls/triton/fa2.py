@@ -40,14 +40,15 @@ from flashproof.impls.triton.primitives import (
     INFINITY,
     INTERPRETED,
     device_function,
+    head_dim,
     head_of,
     kernel,
     load_rows,
     missing,
     place,
+    seen_keys,
     slow,
     store_rows,
-    times_sign,
     wide,
 )
 from flashproof.impls.triton.steps import attend, attended, gradients_of_keys, gradients_of_queries
@@ -76,17 +77,14 @@ def tiles(dtype: torch.dtype, dim: int, dropout: bool, interpreted: bool = INTER
 
 
 @device_function
-def range_of_keys(first_query, keys, offset, CAUSAL: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+def range_of_keys(first_query, keys, offset, QUERIES: tl.constexpr, KEYS: tl.constexpr):
     """Returns (full, end): where the two loops of a tile of queries end.
 
     The first loop visits the keys before `full`. These are whole tiles of keys that every query of the tile sees. The
     second loop visits the keys from `full` to `end`, up to the last key that any query of the tile sees.
     """
-    full = keys
-    end = keys
-    if CAUSAL:
-        full = tl.minimum(keys, tl.maximum(first_query + offset + 1, 0))
-        end = tl.minimum(keys, tl.maximum(first_query + offset + QUERIES, 0))
+    full = seen_keys(first_query, keys, offset)
+    end = seen_keys(first_query + QUERIES - 1, keys, offset)
     return full // KEYS * KEYS, end
 
 
@@ -94,10 +92,10 @@ def range_of_keys(first_query, keys, offset, CAUSAL: tl.constexpr, QUERIES: tl.c
 def forward_kernel(
     query, key, value, out, lse,
     query_strides, key_strides, value_strides, out_strides,
-    heads, groups, queries, keys, offset,
+    heads, groups, queries, keys, dim, offset,
     magnitude, exponent_scale,  # |scale|, |scale| log2 e
     seed: tl.uint64, last_dropped: tl.uint32, kept_scale,  # dropout: seed, largest word that drops, 1 / (1 - p)
-    SIGN: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    DROPOUT: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr,
     WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Computes the output and the LSE of one tile of QUERIES queries of one head.
@@ -105,35 +103,34 @@ def forward_kernel(
     query, out [batch, heads, queries, dim], key and value [batch, kv_heads, keys, dim] may have any strides.
     lse [batch, heads, queries] is contiguous, in float32.
     """
+    dim = head_dim(dim, PADDED_DIM, PADDED, UNIT)
     # The last query tile runs first, because with a causal mask it has the most work.
     first_query, head, batch = place(queries, heads, QUERIES, True)
     query_at = first_query + tl.arange(0, QUERIES)
     key = head_of(key, key_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
     value = head_of(value, value_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
     # The shape of q is [QUERIES, PADDED_DIM].
-    q = times_sign(
-        load_rows(query, query_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT), SIGN
-    )
+    q = load_rows(query, query_strides, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE, UNIT)
 
-    full, end = range_of_keys(first_query, keys, offset, CAUSAL, QUERIES, KEYS)
+    full, end = range_of_keys(first_query, keys, offset, QUERIES, KEYS)
     maximum = tl.full([QUERIES], -INFINITY, tl.float32)
     total = tl.full([QUERIES], 0.0, tl.float32)
     accumulator = tl.full([QUERIES, PADDED_DIM], 0.0, tl.float32)
     for first_key in tl.range(0, full, KEYS):
         accumulator, maximum, total = attend(
             accumulator, maximum, total, q, query_at, key, value, first_key, keys, offset,
-            exponent_scale, seed, last_dropped, batch, head, False, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
+            exponent_scale, seed, last_dropped, batch, head, False, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
         )  # fmt: skip
     for first_key in tl.range(full, end, KEYS):
         accumulator, maximum, total = attend(
             accumulator, maximum, total, q, query_at, key, value, first_key, keys, offset,
-            exponent_scale, seed, last_dropped, batch, head, True, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
+            exponent_scale, seed, last_dropped, batch, head, True, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
         )  # fmt: skip
 
     o, row_lse = attended(accumulator, maximum, total, magnitude, kept_scale)
     lse += (wide(batch) * heads + head) * queries
     tl.store(lse + query_at, row_lse, mask=query_at < queries)
-    store_rows(out, out_strides, o, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)
+    store_rows(out, out_strides, o, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE, UNIT)
 
 
 # ------------------------------------------------------------------------------------------------------------- backward
@@ -143,9 +140,9 @@ def forward_kernel(
 def dkey_dvalue_kernel(
     query, key, value, dout, lse, delta, dkey, dvalue,
     query_strides, key_strides, value_strides, dout_strides, dkey_strides, dvalue_strides,
-    kv_heads, groups, queries, keys, offset,
+    kv_heads, groups, queries, keys, dim, offset,
     scale, seed: tl.uint64, last_dropped: tl.uint32, kept_scale,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    DROPOUT: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr,
     WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Computes dK and dV of one tile of KEYS keys of one key head.
@@ -156,22 +153,20 @@ def dkey_dvalue_kernel(
     key, value, dkey, dvalue [batch, kv_heads, keys, dim] may have any strides.
     lse and delta [batch, heads, queries] are contiguous, in float32.
     """
+    dim = head_dim(dim, PADDED_DIM, PADDED, UNIT)
     first_key, kv_head, batch = place(keys, kv_heads, KEYS, False)
     key_at = first_key + tl.arange(0, KEYS)
     # The shape of k and v is [KEYS, PADDED_DIM].
-    k = load_rows(key, key_strides, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT)
-    v = load_rows(value, value_strides, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT)
+    k = load_rows(key, key_strides, batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE, UNIT)
+    v = load_rows(value, value_strides, batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE, UNIT)
 
     # The loops visit the query tiles from `start`, the first tile in which a query sees a key of this tile. The tiles
     # between `full` and `full_end` are full. The diagonal cuts the tiles before them, and the last tile, after them,
     # may be ragged. These two kinds share one loop.
-    start = 0
-    full = 0
+    start = tl.maximum(first_key - offset, 0) // QUERIES * QUERIES
+    full = (tl.maximum(first_key + KEYS - 1 - offset, 0) + QUERIES - 1) // QUERIES * QUERIES
     full_end = queries // QUERIES * QUERIES
-    if CAUSAL:
-        start = tl.maximum(first_key - offset, 0) // QUERIES * QUERIES
-        full = (tl.maximum(first_key + KEYS - 1 - offset, 0) + QUERIES - 1) // QUERIES * QUERIES
-        full = tl.minimum(full, full_end)
+    full = tl.minimum(full, full_end)
     diagonal_tiles = tl.maximum(full - start, 0) // QUERIES
     ragged_tiles = (tl.maximum(queries - tl.maximum(full_end, start), 0) + QUERIES - 1) // QUERIES
 
@@ -185,27 +180,31 @@ def dkey_dvalue_kernel(
         for first_query in tl.range(full, full_end, QUERIES):
             dk, dv = gradients_of_keys(
                 dk, dv, k, v, key_at, q_head, do_head, lse + first_row, delta + first_row, first_query, queries, offset,
-                scale, seed, last_dropped, kept_scale, batch, head, False, CAUSAL, DROPOUT, DIM, PADDED_DIM, QUERIES,
+                scale, seed, last_dropped, kept_scale, batch, head, False, DROPOUT, dim, PADDED_DIM, PADDED, QUERIES,
             )  # fmt: skip
         for step in tl.range(0, diagonal_tiles + ragged_tiles):
             first_query = tl.where(step < diagonal_tiles, start + step * QUERIES, full_end)
             dk, dv = gradients_of_keys(
                 dk, dv, k, v, key_at, q_head, do_head, lse + first_row, delta + first_row, first_query, queries, offset,
-                scale, seed, last_dropped, kept_scale, batch, head, True, CAUSAL, DROPOUT, DIM, PADDED_DIM, QUERIES,
+                scale, seed, last_dropped, kept_scale, batch, head, True, DROPOUT, dim, PADDED_DIM, PADDED, QUERIES,
             )  # fmt: skip
-    store_rows(dkey, dkey_strides, dk * scale, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT)
     store_rows(
-        dvalue, dvalue_strides, dv * kept_scale, batch, kv_head, first_key, keys, DIM, KEYS, PADDED_DIM, WIDE, UNIT
-    )
+        dkey, dkey_strides, dk * scale,
+        batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE, UNIT,
+    )  # fmt: skip
+    store_rows(
+        dvalue, dvalue_strides, dv * kept_scale,
+        batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE, UNIT,
+    )  # fmt: skip
 
 
 @kernel
 def dquery_kernel(
     query, key, value, dout, lse, delta, dquery,
     query_strides, key_strides, value_strides, dout_strides, dquery_strides,
-    heads, groups, queries, keys, offset,
+    heads, groups, queries, keys, dim, offset,
     scale, seed: tl.uint64, last_dropped: tl.uint32, kept_scale,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    DROPOUT: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr,
     WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Computes dQ of one tile of QUERIES queries of one head. The loops are those of the forward.
@@ -213,32 +212,34 @@ def dquery_kernel(
     query, dout, dquery [batch, heads, queries, dim] and key, value [batch, kv_heads, keys, dim] may have any strides.
     lse and delta [batch, heads, queries] are contiguous, in float32.
     """
+    dim = head_dim(dim, PADDED_DIM, PADDED, UNIT)
     first_query, head, batch = place(queries, heads, QUERIES, True)
     query_at = first_query + tl.arange(0, QUERIES)
     key = head_of(key, key_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
     value = head_of(value, value_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
     # The shape of q and do is [QUERIES, PADDED_DIM].
-    q = load_rows(query, query_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)
-    do = load_rows(dout, dout_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT)
+    q = load_rows(query, query_strides, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE, UNIT)
+    do = load_rows(dout, dout_strides, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE, UNIT)
     first_row = (wide(batch) * heads + head) * queries
     row_lse = tl.load(lse + first_row + query_at, mask=query_at < queries, other=INFINITY)
     row_delta = tl.load(delta + first_row + query_at, mask=query_at < queries, other=0.0)
 
-    full, end = range_of_keys(first_query, keys, offset, CAUSAL, QUERIES, KEYS)
+    full, end = range_of_keys(first_query, keys, offset, QUERIES, KEYS)
     dq = tl.full([QUERIES, PADDED_DIM], 0.0, tl.float32)
     for first_key in tl.range(0, full, KEYS):
         dq = gradients_of_queries(
             dq, q, do, row_lse, row_delta, query_at, key, value, first_key, keys, offset,
-            scale, seed, last_dropped, kept_scale, batch, head, False, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
+            scale, seed, last_dropped, kept_scale, batch, head, False, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
         )  # fmt: skip
     for first_key in tl.range(full, end, KEYS):
         dq = gradients_of_queries(
             dq, q, do, row_lse, row_delta, query_at, key, value, first_key, keys, offset,
-            scale, seed, last_dropped, kept_scale, batch, head, True, CAUSAL, DROPOUT, DIM, PADDED_DIM, KEYS,
+            scale, seed, last_dropped, kept_scale, batch, head, True, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
         )  # fmt: skip
     store_rows(
-        dquery, dquery_strides, dq * scale, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT
-    )
+        dquery, dquery_strides, dq * scale,
+        batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE, UNIT,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------- the call

@@ -25,7 +25,7 @@ from triton.runtime.interpreter import interpreter_builder
 
 from flashproof.impls.call import Call
 from flashproof.impls.spec import Device
-from flashproof.impls.triton.interpreting import described_once
+from flashproof.impls.triton import interpreting
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -43,8 +43,9 @@ def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # By default, Triton compiles a kernel again for a size or a stride of 1, and for a size, a stride or an address that 16
 # divides. Loads gain only if all tensors are aligned, which one constant, UNIT, states. `kernel` therefore excludes
-# _SIZES and _STRIDES from these rules, and _TENSORS from the rule about addresses where UNIT is 1.
-_PLACES = ("heads", "kv_heads", "groups", "queries", "keys", "offset")
+# _SIZES from these rules, and _TENSORS from the rule about addresses where UNIT is 1. Strides are in tuples, which
+# Triton excludes from no rule. `as_argument` therefore makes numbers of them to which the rules do not apply.
+_PLACES = ("heads", "kv_heads", "groups", "queries", "keys", "dim", "offset")
 _TENSORS = ("query", "key", "value", "out", "dout", "dquery", "dkey", "dvalue")
 _STRIDES = tuple(f"{name}_strides" for name in (*_TENSORS, "lists"))
 _SIZES = (*_PLACES, "seed", "last_dropped")
@@ -53,16 +54,18 @@ _SIZES = (*_PLACES, "seed", "last_dropped")
 def kernel(function: Callable[..., Any], *, and_for: tuple[str, ...] = ()) -> Any:
     """Marks a kernel.
 
-    A kernel is compiled for its constants and its dtypes. It is not compiled again for other kinds of sizes, except for
-    the sizes that `and_for` names.
+    A kernel is compiled for its constants and its dtypes. It is not compiled again for other kinds of sizes, except if
+    a size that `and_for` names is 1.
 
     In the interpreter, sizes and strides stay plain numbers, as constants do. The interpreter would turn any other
     number into an array, and the sum of two such numbers into a call.
     """
-    unlike = [size for size in (*_SIZES, *_STRIDES) if size not in and_for]
-    compiled = triton.jit(function, do_not_specialize=unlike)
+    unlike = [size for size in _SIZES if size not in and_for]
+    compiled = triton.jit(function, do_not_specialize=unlike, do_not_specialize_on_alignment=and_for)
     if not INTERPRETED.value:
-        compiled.unaligned = triton.jit(function, do_not_specialize=unlike, do_not_specialize_on_alignment=_TENSORS)
+        compiled.unaligned = triton.jit(
+            function, do_not_specialize=unlike, do_not_specialize_on_alignment=(*and_for, *_TENSORS)
+        )
     else:
         compiled.rewrite().__annotations__.update(dict.fromkeys((*_PLACES, *_STRIDES), tl.constexpr))
     return compiled
@@ -92,12 +95,6 @@ def rounded(x, dtype: tl.constexpr):
     else:
         result = x.to(dtype)
     return result
-
-
-@device_function
-def times_sign(x, SIGN: tl.constexpr):
-    """Returns SIGN x, which is exact. SIGN is 1, -1 or 0."""
-    return x if SIGN == 1 else rounded(x.to(tl.float32) * SIGN, x.dtype)
 
 
 @device_function
@@ -138,6 +135,30 @@ def place(rows, heads, LENGTH: tl.constexpr, LAST_FIRST: tl.constexpr):
 
 
 @device_function
+def seen_keys(query, keys, offset):
+    """Returns how many keys a query sees. query: a position, or a block of positions.
+
+    Without a causal mask, query + offset may need more than 32 bits. For this reason, the offset is subtracted.
+    """
+    return keys - tl.minimum(tl.maximum(keys - offset - 1 - query, 0), keys)
+
+
+@device_function
+def head_dim(dim, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, UNIT: tl.constexpr):
+    """Returns the head dim in elements. Kernels get it in units, so that the compiler knows that UNIT divides it.
+
+    PADDED means that it is smaller than PADDED_DIM. Otherwise, it is a constant.
+    """
+    return dim * UNIT if PADDED else PADDED_DIM
+
+
+@device_function
+def stride_of(number):
+    """Returns the stride of which `as_argument` made a number."""
+    return (number >> 1) - 1
+
+
+@device_function
 def head_of(
     pointer, strides, batch, head,
     LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
@@ -148,15 +169,16 @@ def head_of(
     tile whose first row is r is at start + r stride + offsets. The first two terms have 64 bits. The offsets have 32
     bits unless WIDE, because offsets of 64 bits cost registers.
     """
-    start = pointer + (wide(batch) * (strides[0] * UNIT) + wide(head) * (strides[1] * UNIT))
+    row_stride = stride_of(strides[2]) * UNIT
+    start = pointer + (wide(batch) * (stride_of(strides[0]) * UNIT) + wide(head) * (stride_of(strides[1]) * UNIT))
     row = tl.arange(0, LENGTH)[:, None]
     column = tl.arange(0, PADDED_DIM)[None, :]
     if WIDE:
         row = row.to(tl.int64)
         column = column.to(tl.int64)
     if UNIT == 1:
-        column = column * strides[3]
-    return start, row * (strides[2] * UNIT) + column, wide(strides[2] * UNIT)
+        column = column * stride_of(strides[3])
+    return start, row * row_stride + column, wide(row_stride)
 
 
 @device_function
@@ -169,6 +191,12 @@ def tile_at(
 
 
 @device_function
+def contiguous_tile_at(pointer, row, dim, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr):
+    """Returns pointers to the tile [LENGTH, PADDED_DIM] that starts at `row` of a contiguous [length, dim] tensor."""
+    return pointer + wide(row) * dim + (tl.arange(0, LENGTH)[:, None] * dim + tl.arange(0, PADDED_DIM)[None, :])
+
+
+@device_function
 def tile_of(head, row):
     """Returns pointers to the tile that starts at `row` of a head in the form that `head_of` returns."""
     start, offsets, stride = head
@@ -177,8 +205,9 @@ def tile_of(head, row):
 
 @device_function
 def load_tile(
-    pointers, first_row, rows, DIM: tl.constexpr, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, TAIL: tl.constexpr
-):
+    pointers, first_row, rows,
+    dim, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
     """Loads a tile [LENGTH, PADDED_DIM].
 
     Elements past the head dim are zero. TAIL means that the tile may have rows past the last row of the tensor, and
@@ -186,50 +215,62 @@ def load_tile(
     """
     if TAIL:
         mask = (first_row + tl.arange(0, LENGTH) < rows)[:, None]
-        if DIM != PADDED_DIM:
-            mask = mask & (tl.arange(0, PADDED_DIM) < DIM)[None, :]
+        if PADDED:
+            mask = mask & (tl.arange(0, PADDED_DIM) < dim)[None, :]
         tile = tl.load(pointers, mask=mask, other=0.0)
-    elif DIM != PADDED_DIM:
-        tile = tl.load(pointers, mask=(tl.arange(0, PADDED_DIM) < DIM)[None, :], other=0.0)
+    elif PADDED:
+        tile = tl.load(pointers, mask=(tl.arange(0, PADDED_DIM) < dim)[None, :], other=0.0)
     else:
         tile = tl.load(pointers)
     return tile
 
 
 @device_function
-def store_tile(pointers, tile, first_row, rows, DIM: tl.constexpr, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr):
+def store_tile(
+    pointers, tile, first_row, rows, dim, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr
+):
     """Rounds a float32 tile [LENGTH, PADDED_DIM] to the dtype of the tensor, and stores it.
 
     Only the part that is inside the tensor is stored.
     """
     mask = (first_row + tl.arange(0, LENGTH) < rows)[:, None]
-    if DIM != PADDED_DIM:
-        mask = mask & (tl.arange(0, PADDED_DIM) < DIM)[None, :]
+    if PADDED:
+        mask = mask & (tl.arange(0, PADDED_DIM) < dim)[None, :]
     tl.store(pointers, rounded(tile, pointers.dtype.element_ty), mask=mask)
 
 
 @device_function
 def load_rows(
     pointer, strides, batch, head, row, rows,
-    DIM: tl.constexpr, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
+    dim, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Loads the tile [LENGTH, PADDED_DIM] that starts at `row` of one head. Each head has `rows` rows."""
     return load_tile(
         tile_at(pointer, strides, batch, head, row, LENGTH, PADDED_DIM, WIDE, UNIT),
-        row, rows, DIM, LENGTH, PADDED_DIM, True,
+        row, rows, dim, LENGTH, PADDED_DIM, PADDED, True,
     )  # fmt: skip
 
 
 @device_function
 def store_rows(
     pointer, strides, tile, batch, head, row, rows,
-    DIM: tl.constexpr, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
+    dim, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Rounds a float32 tile and stores it to the place from which `load_rows` would load it."""
     store_tile(
         tile_at(pointer, strides, batch, head, row, LENGTH, PADDED_DIM, WIDE, UNIT),
-        tile, row, rows, DIM, LENGTH, PADDED_DIM,
+        tile, row, rows, dim, LENGTH, PADDED_DIM, PADDED,
     )  # fmt: skip
+
+
+@device_function
+def _first_word(seed, key, query, head, batch):
+    """Returns the first word of Philox 4x32-10."""
+    word, _, _, _ = tl.philox(seed, key, query, head, batch)
+    return word
+
+
+first_word = interpreting.first_word if INTERPRETED.value else _first_word
 
 
 @device_function
@@ -239,8 +280,7 @@ def kept(seed, last_dropped, batch, head, query, key):
     A weight is kept if the first word of Philox 4x32-10 is above `last_dropped`. The Philox key is the 64-bit seed. The
     counter is (key, query, head, batch). The forward and both backward kernels therefore draw the same mask.
     """
-    word, _, _, _ = tl.philox(seed, key, query, head, batch)
-    return word > last_dropped.to(tl.uint32)
+    return first_word(seed, key, query, head, batch) > last_dropped.to(tl.uint32)
 
 
 # ----------------------------------------------------------------------------------------------------------------- host
@@ -276,8 +316,8 @@ def padded_dim(dim: int) -> int:
 class Scale:
     """A scale in the form that a forward uses: scores = sign (q k) magnitude.
 
-    The magnitude is positive, so sign (q k) and the scores have their row maximum at the same key. The sign is folded
-    into an operand, which is exact. A scale that is zero in float32 has sign 0 and magnitude 1: every score is then 0,
+    The magnitude is positive, so sign (q k) and the scores have their row maximum at the same key. The product by the
+    sign is exact. A scale that is zero in float32 has sign 0 and magnitude 1: every score is then 0,
     and -inf times the magnitude stays -inf.
     """
 
@@ -298,44 +338,62 @@ class Scale:
         return cls(sign=1 if scale > 0.0 else -1, magnitude=abs(scale), exponent=exponent)
 
 
+def as_argument(stride: int) -> int:
+    """Returns a number for a stride, from which `stride_of` computes the stride.
+
+    Triton would compile a kernel again for a stride of 1, and for a stride that 16 divides. The number is odd and is
+    not 1.
+    """
+    return 2 * stride + 3
+
+
 def with_strides(**tensors: Tensor) -> dict[str, Any]:
-    """Returns the kernel arguments for tensors with any strides.
+    """Returns the kernel arguments for tensors with any strides, which have the same head dim.
 
-    Each tensor is passed under its name, and its strides as `<name>_strides`.
+    Each tensor is passed under its name, and its strides as `<name>_strides`, in the form that `as_argument` returns.
 
-    UNIT is the unit in which all strides except the last are counted. It is 8 elements if a GPU can load 16 bytes at a
-    time from every tensor: 16 divides the addresses, 8 divides these strides, and the columns are contiguous. Otherwise
-    it is 1 element. WIDE says that an offset inside a tile, which has at most 256 rows and columns, may need more than
-    32 bits.
+    UNIT is the unit in which the head dim and all strides except the last are counted. It is 8 elements if a GPU can
+    load 16 bytes at a time from every tensor: 16 divides the addresses, 8 divides the head dim and these strides, and
+    the columns are contiguous. Otherwise it is 1 element. WIDE says that an offset inside a tile, which has at most 256
+    rows and columns, may need more than 32 bits.
     """
     strides = {name: tensor.stride() for name, tensor in tensors.items()}
-    aligned = all(
+    dim = next(iter(tensors.values())).shape[3]
+    aligned = dim % 8 == 0 and all(
         tensor.data_ptr() % 16 == 0 and tensor.stride(3) == 1 and not any(stride % 8 for stride in tensor.stride()[:3])
         for tensor in tensors.values()
     )
     unit = 8 if aligned else 1
     wide = any(256 * (row + column) >= 2**31 for _, _, row, column in strides.values())
     counted = {
-        f"{name}_strides": (batch // unit, head // unit, row // unit, column)
+        f"{name}_strides": tuple(map(as_argument, (batch // unit, head // unit, row // unit, column)))
         for name, (batch, head, row, column) in strides.items()
     }
-    return tensors | counted | {"WIDE": wide, "UNIT": unit}
+    padded = padded_dim(dim)
+    constants = {"PADDED_DIM": padded, "PADDED": dim != padded, "WIDE": wide, "UNIT": unit}
+    return tensors | counted | {"dim": dim // unit} | constants
+
+
+# A tile has at most 128 keys, so its last key is less than 128 keys past the end. With this much more than all keys as
+# the offset, the diagonal cuts not even the last tile of keys.
+_PAST_THE_END = 128
 
 
 def call_arguments(call: Call) -> dict[str, Any]:
-    """Returns the arguments that every kernel takes: sizes, dropout, and the constants that follow from them."""
+    """Returns the arguments that every kernel with a loop takes: sizes, and those of dropout.
+
+    A call without a causal mask is a causal call whose offset shows every key to every query. The kernels therefore do
+    not know whether a call is causal.
+    """
     return {
         "groups": call.groups,
         "queries": call.queries,
         "keys": call.keys,
-        "offset": call.offset,
+        "offset": call.offset if call.is_causal else call.keys + _PAST_THE_END,
         "seed": call.dropout_seed,
         "last_dropped": max(call.dropout_threshold - 1, 0),
         "kept_scale": 1.0 / (1.0 - call.dropout_p),
-        "CAUSAL": call.is_causal,
         "DROPOUT": call.dropout_p > 0.0,
-        "DIM": call.dim,
-        "PADDED_DIM": padded_dim(call.dim),
     }
 
 
@@ -355,7 +413,7 @@ def _as_on_a_gpu() -> Iterator[None]:
     before = interpreter_builder.options
     interpreter_builder.options = replace(before, sanitize_overflow=False)
     try:
-        with described_once(), np.errstate(all="ignore"), warnings.catch_warnings():
+        with interpreting.described_once(), np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             yield
     finally:

@@ -4,8 +4,8 @@ One step combines one tile of queries with one tile of keys. The kernels decide 
 ranges of keys and queries, `block_sparse.py` loops over lists of blocks. A tensor from which a step loads a tile is
 passed as a head, in the form that `head_of` returns.
 
-MASKED means that the tile may reach past the end of the tensor and, with CAUSAL, that the diagonal may cut it. All
-other tiles are computed without masks.
+MASKED means that the tile may reach past the end of the tensor, or that the diagonal may cut it. All other tiles are
+computed without masks. Without a causal mask, the diagonal is after all keys.
 
 Arithmetic. A weight is 2^((s - m) c), where s = q k is a raw score, m is the largest s of the row so far, and
 c = |scale| log2 e. The subtraction comes before the multiplication. A score that is equal to m then has a weight of
@@ -21,12 +21,14 @@ from flashproof.impls.triton.primitives import (
     LOG2_E,
     device_function,
     dot,
+    head_dim,
     kept,
     kernel,
     load_rows,
     load_tile,
     place,
     rounded,
+    seen_keys,
     tile_of,
     wide,
 )
@@ -38,8 +40,8 @@ from flashproof.impls.triton.primitives import (
 def attend(
     accumulator, maximum, total,  # the state of the tile of queries
     q, query_at, key, value, first_key, keys, offset, exponent_scale, seed, last_dropped, batch, head,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
-    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr,
+    MASKED: tl.constexpr, DROPOUT: tl.constexpr,
+    dim, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of keys to the state of a tile of queries, and returns the new state.
 
@@ -48,13 +50,11 @@ def attend(
     total [QUERIES]: the sum of the weights so far.
     q [QUERIES, PADDED_DIM], query_at [QUERIES]: the queries and their positions.
     """
-    k = load_tile(tile_of(key, first_key), first_key, keys, DIM, KEYS, PADDED_DIM, MASKED)
+    k = load_tile(tile_of(key, first_key), first_key, keys, dim, KEYS, PADDED_DIM, PADDED, MASKED)
     scores = dot(q, tl.trans(k))  # [QUERIES, KEYS]
     if MASKED:
         key_at = first_key + tl.arange(0, KEYS)
-        visible = (key_at < keys)[None, :]
-        if CAUSAL:
-            visible = visible & (key_at[None, :] <= query_at[:, None] + offset)
+        visible = key_at[None, :] < seen_keys(query_at, keys, offset)[:, None]
         scores = tl.where(visible, scores, -INFINITY)
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
     # The maximum of a row stays -inf if the row has seen no key yet, or only keys with a score of -inf. In that case 0
@@ -66,7 +66,7 @@ def attend(
     if DROPOUT:
         key_at = first_key + tl.arange(0, KEYS)
         weights = tl.where(kept(seed, last_dropped, batch, head, query_at[:, None], key_at[None, :]), weights, 0.0)
-    v = load_tile(tile_of(value, first_key), first_key, keys, DIM, KEYS, PADDED_DIM, MASKED)
+    v = load_tile(tile_of(value, first_key), first_key, keys, dim, KEYS, PADDED_DIM, PADDED, MASKED)
     accumulator = dot(rounded(weights, v.dtype), v, accumulator * rescale[:, None])
     return accumulator, new_maximum, total
 
@@ -89,17 +89,18 @@ def attended(accumulator, maximum, total, magnitude, kept_scale):
 def delta_kernel(
     out, dout, delta,
     out_strides, dout_strides,
-    heads, queries,
-    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr,
+    heads, queries, dim,
+    PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Computes delta = rowsum(dO o O) in float32, for QUERIES queries of one head. dO has its own strides."""
+    dim = head_dim(dim, PADDED_DIM, PADDED, UNIT)
     first_query, head, batch = place(queries, heads, QUERIES, False)
     query_at = first_query + tl.arange(0, QUERIES)
     o = load_rows(
-        out, out_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT,
+        out, out_strides, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE, UNIT,
     ).to(tl.float32)  # fmt: skip
     do = load_rows(
-        dout, dout_strides, batch, head, first_query, queries, DIM, QUERIES, PADDED_DIM, WIDE, UNIT,
+        dout, dout_strides, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE, UNIT,
     ).to(tl.float32)  # fmt: skip
     delta += (wide(batch) * heads + head) * queries
     tl.store(delta + query_at, tl.sum(o * do, 1), mask=query_at < queries)
@@ -122,8 +123,8 @@ def exponential(scores, lse, scale):
 def gradients_of_keys(
     dk, dv, k, v, key_at, query, dout, lse, delta,
     first_query, queries, offset, scale, seed, last_dropped, kept_scale, batch, head,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
-    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, QUERIES: tl.constexpr,
+    MASKED: tl.constexpr, DROPOUT: tl.constexpr,
+    dim, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of one tile of queries to dK / scale and to dV / kept_scale, and returns both sums.
 
@@ -135,8 +136,8 @@ def gradients_of_keys(
     Keys past the end need no mask: their gradients are in separate rows, which stay finite and are never stored.
     """
     query_at = first_query + tl.arange(0, QUERIES)
-    q = load_tile(tile_of(query, first_query), first_query, queries, DIM, QUERIES, PADDED_DIM, MASKED)
-    do = load_tile(tile_of(dout, first_query), first_query, queries, DIM, QUERIES, PADDED_DIM, MASKED)
+    q = load_tile(tile_of(query, first_query), first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, MASKED)
+    do = load_tile(tile_of(dout, first_query), first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, MASKED)
     if MASKED:
         row_lse = tl.load(lse + query_at, mask=query_at < queries, other=INFINITY)
         row_delta = tl.load(delta + query_at, mask=query_at < queries, other=0.0)
@@ -145,8 +146,8 @@ def gradients_of_keys(
         row_delta = tl.load(delta + query_at)
 
     p = exponential(dot(k, tl.trans(q)), row_lse[None, :], scale)  # [KEYS, QUERIES]
-    if MASKED and CAUSAL:
-        visible = key_at[:, None] <= query_at[None, :] + offset
+    if MASKED:
+        visible = key_at[:, None] - offset <= query_at[None, :]
         p = tl.where(visible, p, 0.0)
     dp = dot(v, tl.trans(do))
     if DROPOUT:
@@ -156,7 +157,7 @@ def gradients_of_keys(
     else:
         dv = dot(rounded(p, do.dtype), do, dv)
     ds = p * (dp - row_delta[None, :])
-    if MASKED and CAUSAL:
+    if MASKED:
         # Masking P is not enough: if a hidden value is so large that dP is infinite, 0 inf is NaN.
         ds = tl.where(visible, ds, 0.0)
     dk = dot(rounded(ds, q.dtype), q, dk)
@@ -167,8 +168,8 @@ def gradients_of_keys(
 def gradients_of_queries(
     dq, q, do, row_lse, row_delta, query_at, key, value,
     first_key, keys, offset, scale, seed, last_dropped, kept_scale, batch, head,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
-    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr,
+    MASKED: tl.constexpr, DROPOUT: tl.constexpr,
+    dim, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of one tile of keys to dQ / scale, and returns the sum.
 
@@ -177,14 +178,12 @@ def gradients_of_queries(
     A key past the end is loaded as 0, so its score would be 0. That is far above an LSE of -100, for example. For this
     reason, the weight of such a key is masked too, not only the key.
     """
-    k = load_tile(tile_of(key, first_key), first_key, keys, DIM, KEYS, PADDED_DIM, MASKED)
-    v = load_tile(tile_of(value, first_key), first_key, keys, DIM, KEYS, PADDED_DIM, MASKED)
+    k = load_tile(tile_of(key, first_key), first_key, keys, dim, KEYS, PADDED_DIM, PADDED, MASKED)
+    v = load_tile(tile_of(value, first_key), first_key, keys, dim, KEYS, PADDED_DIM, PADDED, MASKED)
     key_at = first_key + tl.arange(0, KEYS)
     p = exponential(dot(q, tl.trans(k)), row_lse[:, None], scale)  # [QUERIES, KEYS]
     if MASKED:
-        visible = (key_at < keys)[None, :]
-        if CAUSAL:
-            visible = visible & (key_at[None, :] <= query_at[:, None] + offset)
+        visible = key_at[None, :] < seen_keys(query_at, keys, offset)[:, None]
         p = tl.where(visible, p, 0.0)
     dp = dot(do, tl.trans(v))
     if DROPOUT:

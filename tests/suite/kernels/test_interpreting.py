@@ -1,4 +1,7 @@
-"""Tests that Triton's interpreter gives the same bits, whether or not it keeps its descriptions of types."""
+"""Tests that Triton's interpreter gives the same bits as without this project's changes to it.
+
+The changes keep its descriptions of types, and compute Philox directly.
+"""
 
 import hashlib
 import os
@@ -17,6 +20,8 @@ from flashproof.impls.triton.primitives import (  # noqa: E402
     INTERPRETED,
     Launch,
     _as_on_a_gpu,
+    as_argument,
+    first_word,
     head_of,
     kernel,
     place,
@@ -92,13 +97,44 @@ def test_addresses_have_64_bits() -> None:
     query, offsets = torch.zeros(1, dtype=torch.float16), torch.zeros(3, dtype=torch.int64)
     arguments = {
         "query": query,
-        "query_strides": (2**31 + 8, 2**30, 2**24, 1),
+        "query_strides": tuple(map(as_argument, (2**31 + 8, 2**30, 2**24, 1))),
         "rows": torch.tensor([256], dtype=torch.int32),
         "offsets": offsets,
     }
     Launch(offsets_kernel, (8,), arguments | {"heads": 4, "groups": 1, "queries": 16}, num_warps=4, num_stages=1).run()
     of_the_last = 2 * (1 * (2**31 + 8) + 3 * 2**30)  # batch entry 1, head 3
     assert offsets.tolist() == [of_the_last, of_the_last, 2 * 256 * 2**24]
+
+
+@kernel
+def words_kernel(  # type: ignore[no-untyped-def]
+    out,
+    seed: tl.uint64,  # type: ignore[name-defined]
+    QUERIES: tl.constexpr,  # type: ignore[name-defined]
+    KEYS: tl.constexpr,  # type: ignore[name-defined]
+):
+    """Stores the first words of tl.philox [QUERIES, KEYS], those of `first_word`, and those of a transposed block."""
+    row, column = tl.arange(0, QUERIES)[:, None], tl.arange(0, KEYS)[None, :]
+    # Positions from 0, and positions around 2^31, which have negative bits in 32 bits.
+    key_at, query_at = column * 33554432 + column, row + 2147483584
+    head = tl.load(out).to(tl.int32) + 5  # a value of the kernel; the batch is a plain number
+    place = row * KEYS + column
+    expected, _, _, _ = tl.philox(seed, key_at, query_at, head, 3)
+    tl.store(out + place, expected.to(tl.int64))
+    found = first_word(seed, key_at, query_at, head, 3)
+    tl.store(out + QUERIES * KEYS + place, found.to(tl.int64))
+    transposed = first_word(seed, tl.trans(key_at), tl.trans(query_at), head, 3)
+    tl.store(out + 2 * QUERIES * KEYS + tl.trans(place), transposed.to(tl.int64))
+
+
+@pytest.mark.parametrize("seed", [0, 2**31 - 1, 2**32 - 2, 2**32 + 1, 0xFEDC_BA98_7654_3210])
+def test_words_are_those_of_triton(seed: int) -> None:
+    out = torch.zeros(3, 128, 64, dtype=torch.int64)
+    Launch(words_kernel, (1,), {"out": out, "seed": seed, "QUERIES": 128, "KEYS": 64}, num_warps=4, num_stages=1).run()
+    expected, found, transposed = out
+    assert expected.unique().numel() > 8000
+    assert torch.equal(found, expected)
+    assert torch.equal(transposed, expected)
 
 
 def test_kept_descriptions_change_nothing() -> None:
