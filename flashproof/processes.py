@@ -32,25 +32,9 @@ def automatic(config: pytest.Config) -> int:
     chosen = getattr(config.option, "flashproof_case", None)
     if config.getoption("benchmark_only", default=False) or chosen or config.option.collectonly:
         return 0
-    if not torch.cuda.is_available():
-        # Neighbours stay together, and share the exact results that a process remembers.
-        config.option.dist = "worksteal"
-    else:
-        # One at a time, the heaviest first: what one process has compiled, the others find on disk.
-        config.option.dist, config.option.maxschedchunk = "load", 1
+    # Neighbours stay together, and share the exact results that a process remembers. On a GPU, `scheduling` deals.
+    config.option.dist = "worksteal"
     return processes()
-
-
-def deal(session: pytest.Session) -> None:
-    """On a GPU, puts a short item behind each of the longest ones.
-
-    pytest-xdist gives each process two items to begin with, and takes none back.
-    """
-    items, count = session.items, getattr(session.config, "workerinput", {}).get("workercount", 0)
-    if torch.cuda.is_available() and 0 < 2 * count <= len(items):
-        rest = len(items) - count
-        pairs = zip(items[:count], items[rest:], strict=True)
-        items[:] = [*(item for pair in pairs for item in pair), *items[count:rest]]
 
 
 def run_in_workers(session: Session, tests: pytest.Session) -> bool | None:

@@ -256,11 +256,9 @@ class Verification:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Deals long and short items to the processes of a GPU. A run that -k left nothing of is an error."""
+        """Raises an error if -k left nothing of the run."""
         from flashproof.parametrizing import check_keyword
-        from flashproof.processes import deal
 
-        deal(session)
         if self.session.role == "main" and self.session.chosen is not None:
             check_keyword(self.session, len(session.items))
 
@@ -312,6 +310,17 @@ class Verification:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Takes the records that a report brings; in a worker, sends the report on."""
         self.session.take_report(report)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> object | None:
+        """On a GPU, gives each process whole implementations."""
+        import torch
+
+        if not torch.cuda.is_available() or not self.session.orders:
+            return None
+        from flashproof.scheduling import ByImplementation
+
+        return ByImplementation(config, log)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:

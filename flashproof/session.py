@@ -246,10 +246,10 @@ class Session:
         if target.device == "cpu" and not self.uses_pool:
             # Those of one check and dtype stand together: a process remembers their exact results.
             return (False, target.device, place, f"{check.name} {target.dtype}", 0)
-        # On a GPU, items go to the processes one by one: a forward finds the kernels that its backward compiled. At the
-        # end, no process is to wait for one that still compiles.
-        is_slow = target.implementation is not None and bool(target.implementation.slow(target.device))
-        return (False, target.device, place, "" if check.call or is_slow else "last", 0)
+        # On a GPU, what takes longest comes first, and all checks of an implementation and dtype stand together.
+        slow = target.implementation.slow(target.device) if target.implementation else None
+        heavy = ("call", "shape", "tile", None).index(slow)
+        return (False, target.device, heavy, f"{target.name} {target.dtype}", place)
 
     @property
     def is_whole(self) -> bool:

@@ -428,6 +428,19 @@ def _expansion_is_of_several(known: Known) -> bool:
     return not ({"k", "v"} & set(expanded)) and not (expanded and known.get("group") == "1")
 
 
+@_rule("queries", "keys", "key heads", "group", *(f"layout of {tensor}" for tensor in TENSORS))
+def _transposed_tensors_have_two_axes(known: Known) -> bool:
+    """[batch, length, heads, dim] differs from [batch, heads, length, dim] only with several heads and rows."""
+    one_row = {"k": known.get("keys", "64"), "q": known.get("queries", "64")}
+    one_row["k"] = one_row["q"] if one_row["k"] == AS_QUERIES else one_row["k"]
+    one_head = {"k": known.get("key heads", "2") == "1", "q": known.get("group", "2") == "1"}
+    one_head["q"] &= one_head["k"]
+    return not any(
+        known.get(f"layout of {tensor}") == "transposed" and (one_head[like] or one_row[like] == "1")
+        for tensor, like in (("q", "q"), ("k", "k"), ("v", "k"), ("do", "q"))
+    )
+
+
 @_rule("queries", "layout of do")
 def _pool_is_of_several(known: Known) -> bool:
     """One row stands for all queries only where there are several."""

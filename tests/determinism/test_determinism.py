@@ -67,7 +67,9 @@ def test_slice_of_a_batch(subject: Subject) -> None:
             continue
         given = inputs(case, subject.device)
         last = slice(case.batch - 1, case.batch)
-        mask = None if given.block_mask is None else given.block_mask[last]
+        mask = given.block_mask
+        if mask is not None and mask.shape[0] > 1:  # else one mask is for all batch entries
+            mask = mask[last]
         alone = Inputs(given.query[last], given.key[last], given.value[last], given.dout[last], mask)
         whole = subject.attend(case, backward=backward, given=given)
         part = subject.attend(replace(case, batch=1), backward=backward, given=alone)

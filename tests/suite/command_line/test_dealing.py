@@ -2,12 +2,14 @@
 
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
-from flashproof import processes, session
+from flashproof import session
+from flashproof.scheduling import ByImplementation
 
 
 def test_triton_cache_is_one_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,10 +25,42 @@ def test_triton_cache_is_one_for_all_processes(monkeypatch: pytest.MonkeyPatch) 
     assert triton_cache_dir(0) == os.environ["TRITON_CACHE_DIR"] == place
 
 
-def test_on_a_gpu_a_short_test_goes_with_each_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest-xdist gives each process two tests at first, so a short test follows each of the longest ones."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    config = SimpleNamespace(workerinput={"workercount": 2})
-    tests = SimpleNamespace(items=list(range(7)), config=config)  # the longest first
-    processes.deal(tests)  # type: ignore[arg-type]
-    assert tests.items == [0, 5, 1, 6, 2, 3, 4]
+class Process:
+    """A process of pytest-xdist, as its scheduler sees it."""
+
+    shutting_down = False
+
+    def __init__(self, tests: list[str]) -> None:
+        self.tests, self.given = tests, list[str]()
+        self.gateway = SimpleNamespace(id=id(self))
+
+    def send_runtest_some(self, indexes: list[int]) -> None:
+        self.given += [self.tests[index] for index in indexes]
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+
+def test_on_a_gpu_each_process_gets_whole_implementations() -> None:
+    """A process that dies in a test leaves the others of its implementation to the next one, and not that test."""
+    tests = [
+        f"t.py::test_{name}[{target}-cuda]" for target in ("a-float32", "b-float32", "b-float16") for name in "xyz"
+    ]
+    tests.append("suite.py::test_own")
+    config: Any = SimpleNamespace(getvalue=lambda name: ["2*popen"], option=SimpleNamespace(loadscopereorder=True))
+    scheduler = ByImplementation(config)
+    scheduler.numnodes = 2
+    one, other, new = (Process(tests) for _ in range(3))
+    for process in (one, other):
+        scheduler.add_node(process)
+        scheduler.add_node_collection(process, tests)
+    scheduler.schedule()
+    assert one.given[:3] == tests[:3]
+    assert other.given[:3] == tests[3:6]
+    scheduler.mark_test_complete(one, 0)
+    assert scheduler.remove_node(one) == tests[1]
+    scheduler.add_node(new)
+    scheduler.add_node_collection(new, tests)
+    scheduler.schedule()
+    assert tests[2] in new.given + other.given
+    assert tests[1] not in new.given + other.given
