@@ -174,7 +174,7 @@ def _other_scales(problem: Problem, answer: Mapping[TensorName, Tensor], limit: 
 def _other_layouts(problem: Problem) -> Iterator[_Other]:
     """What lies in memory as [batch, length, heads, dim], and is not."""
     (batch, heads, queries, dim), keys = problem.query.shape, problem.key.shape[2]
-    if heads == 1 or queries == 1 or problem.dropout.p or problem.mask.blocks is not None:
+    if queries == 1 or problem.dropout.p or problem.mask.blocks is not None:
         return
 
     def transposed(tensor: Tensor) -> Tensor:
@@ -189,10 +189,9 @@ def _other_layouts(problem: Problem) -> Iterator[_Other]:
             scale=problem.scale,
             mask=Mask(heads, problem.key.shape[1], problem.mask.causal),
         )
-        yield _Other(
-            "for tensors of the layout [batch, length, heads, dim]: it attends over heads", other, view=transposed
-        )
-    if heads != queries:
+        seen = "it attends over heads" if heads > 1 else "with one head, each query sees its own key alone"
+        yield _Other(f"for tensors of the layout [batch, length, heads, dim]: {seen}", other, view=transposed)
+    if heads not in (1, queries):
         yield _Other(
             "if its memory is read as [batch, length, heads, dim]",
             problem,
