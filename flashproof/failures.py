@@ -1,9 +1,12 @@
-"""How several failures are told: the first in full, and how many others there are."""
+"""How several failures are told: the first in full, how many others there are, and what they have in common."""
 
-from collections.abc import Iterator, Sequence
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
+from flashproof.cases import Case
 from flashproof.reports import wording
-from flashproof.reports.evidence import worst_rho
+from flashproof.reports.evidence import size, worst_rho
 from flashproof.reports.record import Judgement
 
 IN_FULL = 3  # failures of each implementation that are told in full
@@ -42,3 +45,78 @@ def in_short(alike: Sequence[Sequence[Judgement]], most: int = SHOWN) -> Iterato
         yield f"failed: {first.check}, {first.dtype}: {said.partition(chr(10))[0]}{also}"
     if rest := sum(len(group) for group in alike[most:]):
         yield f"and {wording.plural(rest, 'more failure')}"
+
+
+# ----------------------------------------------------------------------------------------------------- in one screen
+
+CAUSES = 3  # that are told of an implementation
+_SCALE = re.compile(r"with a scale of .*\((.*) times as large\)")
+
+
+def causes(failures: Sequence[Judgement]) -> list[list[Judgement]]:
+    """Failures that have one cause: the same other question, or else the same words, or else the same check.
+
+    Those whose cause is known come first, and the more frequent ones before the others.
+    """
+    found: dict[tuple[str, str], list[Judgement]] = {}
+    for one in failures:
+        if one.question:
+            scale = _SCALE.search(one.question)  # the scale differs between head dims, its factor does not
+            cause = "question", scale[1] if scale else one.question
+        elif one.rho is None and one.message:
+            cause = "words", re.sub(r"\d+", "0", one.message.partition("\n")[0])
+        else:
+            cause = "check", one.check
+        found.setdefault(cause, []).append(one)
+    order = ("question", "words", "check")
+    return [found[cause] for cause in sorted(found, key=lambda cause: (order.index(cause[0]), -len(found[cause])))]
+
+
+def one_screen(name: str, failures: Sequence[Judgement], checks: int) -> Iterator[str]:
+    """What is wrong with an implementation, in a few lines. checks: how many of them ran."""
+    failed = len({(one.check, one.dtype) for one in failures})
+    tensors = _listed(one.tensor for one in failures)
+    yield (
+        f"{name} is wrong: {f'{tensors} in ' if tensors else ''}{_listed(one.dtype for one in failures)}; "
+        f"{failed:,} of {wording.plural(checks, 'check')} failed"
+    )
+    alike = causes(failures)
+    explained = [group for group in alike if group[0].question]  # the others follow from these, as a rule
+    shown = (explained or alike)[:CAUSES]
+    for group in shown:
+        yield f"  {_cause(group)}"
+        smallest = min(group, key=_work)
+        yield f"    {_extent(group)}; the smallest case: {smallest.case}"
+    if rest := len(failures) - sum(map(len, shown)):
+        yield f"  and {wording.plural(rest, 'more failure')}"
+
+
+def _cause(group: Sequence[Judgement]) -> str:
+    first = group[0]
+    if first.question:
+        return first.question
+    if first.rho is None and first.message:
+        return first.message.partition("\n")[0]
+    worst = max(group, key=lambda one: size(worst_rho(one)))
+    return f"{first.check}: {worst.tensor or 'the result'} is off by {wording.rho(worst_rho(worst))} bounds"
+
+
+def _extent(group: Sequence[Judgement]) -> str:
+    """How often, and in which dtypes."""
+    places = {(one.check, one.dtype) for one in group}
+    return f"in {wording.plural(len(places), 'check')}, {_listed(one.dtype for one in group)}"
+
+
+def _listed(words: Iterable[str | None]) -> str:
+    """Different words in the order in which they came: "out, dq and dk"."""
+    *first, last = dict.fromkeys(word for word in words if word) or [""]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _work(failure: Judgement) -> float:
+    """How large a case is. A text that is no case is larger than any."""
+    try:
+        case = Case.parse(failure.case)
+    except ValueError:
+        return math.inf
+    return case.batch * case.heads * case.queries * case.keys * case.dim

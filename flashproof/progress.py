@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashproof import summary
-from flashproof.failures import groups, in_short
+from flashproof.failures import one_screen
 from flashproof.reports import wording
 from flashproof.reports.evidence import DTYPES, TENSORS, size, worst_rho
 from flashproof.reports.record import Judgement, Record
@@ -37,6 +37,7 @@ class Display(Watcher):
         self.command = command
         self.judged: dict[tuple[str, str, str], Judgement] = {}  # the worst by implementation, tensor, dtype
         self.failed: dict[str, set[tuple[str, str]]] = {}  # checks and dtypes, by implementation
+        self.ran: dict[str, set[tuple[str, str]]] = {}  # the same
         self.total = 0
         self.spoken = self.drawn = time.monotonic()
         self.bar = Progress(
@@ -85,6 +86,7 @@ class Display(Watcher):
         """Notes a verdict. Shows the first failure of an implementation at once."""
         if not isinstance(record, Judgement):
             return
+        self.ran.setdefault(record.implementation, set()).add((record.check, record.dtype))
         place = record.implementation, record.tensor or "", record.dtype
         if record.tensor and record.rho is not None and record.status in ("passed", "failed"):
             before = self.judged.get(place)
@@ -142,6 +144,10 @@ class Display(Watcher):
             self.console.print(line.text, style=line.color or None, markup=False)
 
     def _conclude(self, name: str) -> None:
+        failures = [one for one in self.session.failures if one.implementation == name] if self.session else []
+        if failures:
+            for line in one_screen(name, failures, len(self.ran[name])):
+                self.console.print(line, style="red", markup=False)
         figures = {(tensor, dtype): one for (of, tensor, dtype), one in self.judged.items() if of == name}
         dtypes = [dtype for dtype in DTYPES if any(dtype == other for _, other in figures)]
         if figures:
@@ -152,9 +158,6 @@ class Display(Watcher):
                 if any((tensor, dtype) in figures for dtype in dtypes):
                     table.add_row(tensor, *(_cell(figures.get((tensor, dtype))) for dtype in dtypes))
             self.console.print(table)
-        failures = self.session.failures if self.session else []
-        for line in in_short(groups([one for one in failures if one.implementation == name])):
-            self.console.print(line, style="red", markup=False)
 
 
 class CaseDisplay(Display):

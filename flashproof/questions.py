@@ -168,7 +168,8 @@ def _other_scales(problem: Problem, answer: Mapping[TensorName, Tensor], limit: 
     found = _fitted_scale(problem, answer)
     if found is not None and not math.isclose(found, problem.scale, rel_tol=_CLOSE):
         apart, given = wording.told_apart(found, problem.scale)
-        yield _Other(f"with a scale of {apart}, not {given}", replace(problem, scale=found), limit=limit)
+        times = f" ({found / problem.scale:.4g} times as large)" if problem.scale else ""
+        yield _Other(f"with a scale of {apart}, not {given}{times}", replace(problem, scale=found), limit=limit)
 
 
 def _other_layouts(problem: Problem) -> Iterator[_Other]:

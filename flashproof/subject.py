@@ -399,7 +399,9 @@ class Subject:
             row = "" if judged.tensor in ("dk", "dv") else judging.describe(problem, judged.worst.index)
             fields |= judged.figures(row) | {"message": note}
             if not self.failures and not self._of_some_cases(case) and self.explains:
-                fields["message"] = self._explained(verdicts, answer, case, judged.tensor, given, note)
+                question, onset = self._explained(verdicts, answer, case, judged.tensor, given)
+                fields["question"] = question
+                fields["message"] = "\n".join(words for words in (note, question, onset) if words)
             self._failed(case, **fields)
 
     def _explained(
@@ -409,17 +411,15 @@ class Subject:
         case: Case,
         name: TensorName,
         given: Inputs | None,
-        note: str,
-    ) -> str:
-        """The note of the first failure, with what was found out about it: which question it answers, or its onset."""
+    ) -> tuple[str, str]:
+        """What was found out about the first failure: which other question it answers, or else where failures begin."""
         claim, question = self.claim(case), ""
         if case.heads // case.kv_heads * case.queries * case.keys <= ASKED_ABOUT:
             problem = (given or inputs(case, self.device)).problem(case)
             truth = judging.truth_of(answer, case, claim, given)
             question = questions.answered(problem, answer.tensors, verdicts, truth, claim)
-        if not question and given is None:
-            question = self._simplest(case, name) or self._onset(case, name)
-        return "\n".join(words for words in (note, question) if words)
+        is_open = not question and given is None
+        return question, (self._simplest(case, name) or self._onset(case, name)) if is_open else ""
 
     def _simplest(self, case: Case, name: TensorName) -> str:
         """The simplest case that fails, and what it needs to. Empty if it is not simpler."""

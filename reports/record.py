@@ -103,6 +103,8 @@ class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
     worst: Element | None = None
     seconds: float = 0.0
     message: str = ""  # of a failure, refusal or known defect: a sentence that adds to the figures
+    # Of a failure: the other question that the answer does answer, "this is the answer without the causal mask".
+    question: str = ""
     link: str = ""  # of a known defect: the address of its report
     of_every_call: bool = False  # of a failure or refusal: every call ends like this, for every case
     axes: dict[str, float] = {}  # the place of the case in a sweep: {"queries": 1024, "magnitude": 8.0, "score": 88.5}

@@ -239,6 +239,39 @@ def test_a_result_says_it_too(project: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "more failures in the same words" in str(raised.value)
 
 
+def test_failures_fit_one_screen() -> None:
+    """Failures with one cause are told once, the known causes first, each with its smallest case."""
+
+    def judgement(check: str, queries: int, question: str = "", dtype: Any = "float32") -> Judgement:
+        return Judgement(
+            run="r", implementation="f", check=check, case=f"b1 h1 q{queries} k4 d8 {dtype}", dtype=dtype, device="cpu",
+            status="failed", tensor="out", rho=2.0, question=question,
+        )  # fmt: skip
+
+    unknown = [judgement("a/a", 9), judgement("a/b", 9)]
+    assert list(failures.one_screen("f", [*unknown, judgement("a/a", 3)], 7)) == [
+        "f is wrong: out in float32; 2 of 7 checks failed",
+        "  a/a: out is off by 2.0 bounds",
+        "    in 1 check, float32; the smallest case: b1 h1 q3 k4 d8 float32",
+        "  a/b: out is off by 2.0 bounds",
+        "    in 1 check, float32; the smallest case: b1 h1 q9 k4 d8 float32",
+    ]
+    scale = "this is the answer with a scale of {}, not {} (1.001 times as large)"
+    known = [
+        judgement("a/c", 5, scale.format(0.2002, 0.2)),
+        judgement("a/d", 4, scale.format(0.1001, 0.1), "float16"),
+        judgement("a/d", 6, "this is the answer without the causal mask"),
+    ]
+    assert list(failures.one_screen("f", unknown + known, 7)) == [
+        "f is wrong: out in float32 and float16; 5 of 7 checks failed",
+        f"  {scale.format(0.2002, 0.2)}",
+        "    in 2 checks, float32 and float16; the smallest case: b1 h1 q4 k4 d8 float16",
+        "  this is the answer without the causal mask",
+        "    in 1 check, float32; the smallest case: b1 h1 q6 k4 d8 float32",
+        "  and 2 more failures",
+    ]
+
+
 def test_failures_that_read_alike() -> None:
     """Failures with the same text form one group. Failures with figures are grouped by check and dtype."""
 
