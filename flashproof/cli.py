@@ -233,6 +233,10 @@ def _check(wanted: dict[str, Any]) -> None:
         words.parse_dtypes(wanted.get("dtypes", ()))
         option = "--device"
         words.parse_device(wanted.get("device"))
+        option = "-n"
+        words.check_processes(wanted["processes"])
+        option = "--time-limit"
+        words.check_seconds(wanted.get("time_limit"))
     except ValueError as error:
         typer.echo(f"ERROR: {option}: {error}", err=True)
         raise Status(USAGE_ERROR) from error

@@ -30,6 +30,7 @@ from flashproof.reports.record import Judgement, read
 from flashproof.running import Wanted, Watcher, run
 from flashproof.sandbox.process_state import SETTINGS
 from flashproof.signatures import of_callable
+from flashproof.words import check_processes, check_seconds
 
 PR_SET_PDEATHSIG = 1
 PATIENCE = 10.0  # seconds for a child to end after Ctrl-C, with what it found
@@ -119,6 +120,8 @@ def verify(
     Raises ValueError for what the command line would not accept, such as an unknown name, and TypeError for an object
     that is no attention function.
     """
+    check_processes("auto" if processes is None else processes)
+    check_seconds(time_limit)
     name, given, importable = _named(target)
     if given is not None and not isinstance(given, Implementation):
         of_callable(given, name)  # raises TypeError

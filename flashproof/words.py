@@ -1,4 +1,4 @@
-"""Words of the command line that name a dtype or a device. They are read without PyTorch."""
+"""Words of the command line that can be read without PyTorch: dtypes, devices, processes, seconds."""
 
 from collections.abc import Sequence
 from typing import get_args
@@ -25,6 +25,18 @@ def parse_dtypes(words: Sequence[str]) -> list[Dtype]:
             raise ValueError(f"{word!r} is unknown{close(word, [*DTYPES, *ALIASES])}; give {', '.join(DTYPES)}")
         found.append(next(dtype for dtype in DTYPES if dtype == name))
     return list(dict.fromkeys(found)) or list(DTYPES)
+
+
+def check_processes(word: str | int) -> None:
+    """Raises ValueError unless this is a number of processes, or "auto"."""
+    if str(word) != "auto" and not str(word).isdecimal():
+        raise ValueError(f"{word!r} is no number of processes; give 0, 1, 2 ... or auto")
+
+
+def check_seconds(seconds: float | None) -> None:
+    """Raises ValueError unless this is a time, or None."""
+    if seconds is not None and not seconds > 0.0:  # NaN neither
+        raise ValueError(f"{seconds:g} is no time; give a number of seconds above 0")
 
 
 def parse_device(word: str | None) -> Device | None:

@@ -162,7 +162,7 @@ QUESTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "alignment": (CAUSAL, {"causal_alignment": "bottom_right"}, "with the causal mask aligned at the bottom right"),
     "mask unasked": ("b1 h2 q60 k60 d32", {"is_causal": True}, "with the causal mask aligned at the top left"),
     "scale forgotten": ("b1 h2 q60 k60 d32", {"scale": 1.0}, "with scale 1"),
-    "scale": ("b1 h2 q60 k60 d32", {"scale": 0.2}, "with a scale of 0.2, not 0.1768"),
+    "scale": ("b1 h2 q60 k60 d32", {"scale": 0.2}, "with a scale of 0.2, not 0.1768 (1.131 times as large)"),
     "dropout": ("b1 h2 q60 k60 d32 dropout0.2", {"dropout_p": 0.0}, "without dropout"),
 }
 

@@ -57,7 +57,10 @@ def exchanged(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = Fa
 
 SAID: dict[Callable[..., Tensor], tuple[str, str]] = {
     scale_1: ("causal", "this is the answer with scale 1"),
-    scale_off_by_a_thousandth: ("causal", "this is the answer with a scale of 0.177, not 0.1768"),
+    scale_off_by_a_thousandth: (
+        "causal",
+        "this is the answer with a scale of 0.177, not 0.1768 (1.001 times as large)",
+    ),
     no_mask: ("causal", "this is the answer without the causal mask"),
     bottom_right: ("k60 causal", "this is the answer with the causal mask aligned at the bottom right"),
     other_layout: (

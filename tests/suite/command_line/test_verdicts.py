@@ -143,6 +143,13 @@ def test_a_verdict_claims_what_was_run(fields: dict[str, Any], words: str) -> No
             r"\nnot verified: \d+ of \d+ checks, narrowed by --quick: \d failed, \d+ left out \(.*not run.*\)$",
         ),
         (["mine.py:right", "-k", "nosuch"], 4, r"^ERROR: -k: 'nosuch' matches no check .*flashproof list --checks.*$"),
+        (
+            ["mine.py:right", "-n", "two"],
+            4,
+            r"^ERROR: -n: 'two' is no number of processes; give 0, 1, 2 \.\.\. or auto$",
+        ),
+        (["mine.py:right", "-n", "-1"], 4, r"^ERROR: -n: '-1' is no number of processes; "),
+        (["mine.py:right", "--time-limit", "0"], 4, r"^ERROR: --time-limit: 0 is no time; "),
         (["tiled.fa2", "-k", "nosuch", "-n2"], 4, r"^ERROR: -k: 'nosuch' matches no check .*$"),
         pytest.param(
             ["mine.py:right", "--device", "cuda"],
@@ -151,7 +158,10 @@ def test_a_verdict_claims_what_was_run(fields: dict[str, Any], words: str) -> No
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device"),
         ),
     ],
-    ids=["forward-only", "check", "dtypes", "hang", "no-check", "no-check-in-processes", "no-device"],
+    ids=[
+        *("forward-only", "check", "dtypes", "hang", "no-check", "no-number", "negative", "no-time"),
+        *("no-check-in-processes", "no-device"),
+    ],
 )
 def test_the_last_line(project: Path, words: list[str], status: int, says: str) -> None:
     """The last line of the command is the verdict."""

@@ -55,7 +55,7 @@ def test_a_right_sum_that_stagnates_passes_and_a_wrong_one_fails() -> None:
     right, wrong = judging.judge_tensor(lse, "lse", truth), judging.judge_tensor(lse - 3.0 * statistical, "lse", truth)
     assert right.statistical is not None
     assert right.passed
-    assert right.statistical.value > 0.2  # the allowance is of the size of the loss
+    assert stagnation.lost(problem).lse < 2 * (lse - truth.answer.lse).abs()  # the allowance is of the size of the loss
     assert wrong.rho.value < 1.0  # the deterministic bound does not tell
     assert not wrong.passed
 
@@ -65,6 +65,8 @@ def test_the_loss_of_grouped_heads_is_that_of_each_head() -> None:
     case = Case.parse("b1 h4/2 q300 k90 d3 causal rising x12 seed1")
     problem = inputs(case).problem(case)
     lost = stagnation.lost(problem)
+    u = bounds.output_roundoff(torch.float64)
+    rounding = (problem.query.shape[2] + problem.key.shape[2] + problem.query.shape[3]) * 2.0 * u  # of float64 sums
     for head in range(4):
         one = Problem(
             problem.query[:, head : head + 1],
@@ -76,5 +78,6 @@ def test_the_loss_of_grouped_heads_is_that_of_each_head() -> None:
         )
         alone = stagnation.lost(one)
         for name in ("out", "lse", "dq"):
-            assert torch.allclose(getattr(alone, name)[:, 0], getattr(lost, name)[:, head], rtol=1e-9, atol=0.0)
-        assert (lost.dv[:, head // 2] >= alone.dv[:, 0] * (1 - 1e-9)).all()
+            own, of_all = getattr(alone, name)[:, 0], getattr(lost, name)[:, head]
+            assert ((own - of_all).abs() <= rounding * own).all()
+        assert (lost.dv[:, head // 2] >= alone.dv[:, 0] * (1.0 - rounding)).all()
