@@ -10,7 +10,7 @@ from flashproof.registry import Check, checks
 from flashproof.reports import mutants
 from flashproof.reports.evidence import gather
 from flashproof.reports.record import LAYERS, Combined, read
-from flashproof.space import FACTORS, space_of
+from flashproof.space import FACTORS, MODELS, space_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "checks.md"
@@ -36,6 +36,9 @@ so half of the cases have plain numbers.
 COVERED = """
 These are {factors} factors with {levels} levels. The array of a kernel that claims all of them has {cases} cases on a
 CPU. They hold all {pairs} pairs, and {share} % of the {triples} triples.
+
+Beside the array, such a kernel is called as models call it, in each dtype, for training and for one token of
+generation. The models are {models}.
 """
 COMBINED = """
 ### Combination mutants
@@ -105,6 +108,7 @@ def _covered() -> str:
         pairs=pairs.possible,
         share=f"{100.0 * triples.share:.0f}",
         triples=triples.possible,
+        models=f"{', '.join([*MODELS][:-1])} and {[*MODELS][-1]}",
     )
 
 
