@@ -120,7 +120,7 @@ def verify(
         bool, typer.Option("--quick", help="a few checks and cases that find most faults within seconds")
     ] = False,
     thorough: Annotated[
-        bool, typer.Option("--thorough", help="as many cases as all triples of levels need; takes minutes")
+        bool, typer.Option("--thorough", help="as many cases as all triples of levels need; takes many times as long")
     ] = False,
     search: Annotated[
         str | None,

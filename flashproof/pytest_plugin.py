@@ -62,7 +62,7 @@ def add_options(parser: pytest.Parser) -> None:
     )
     add(
         "--thorough",
-        "as many cases as all triples of levels need: some minutes for a function",
+        "as many cases as all triples of levels need; takes many times as long",
         action="store_true",
     )
     add(

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from flashproof.impls.shapes import Float
-from flashproof.oracles import naive
+from flashproof.oracles import bounds, naive
 from flashproof.oracles.naive import Attention, Rows
 from flashproof.oracles.problem import Problem
 
-U = 2.0**-24  # the roundoff of float32
+U = bounds.output_roundoff(torch.float32)
 
 
 def lost(problem: Problem, *, backward: bool = True) -> Attention:
