@@ -161,6 +161,8 @@ class Session:
         # NumPy's threads, which Triton's interpreter starts, wait by spinning.
         torch.set_num_threads(1)
         threadpool_limits(1, user_api="blas")
+        # torch.compile starts as many processes of its own as the machine has cores, for each process of the run.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         share_triton_cache()
         judging.share(self.shared)
         space.share(self.shared)
@@ -246,9 +248,11 @@ class Session:
         if target.device == "cpu" and not self.uses_pool:
             # Those of one check and dtype stand together: a process remembers their exact results.
             return (False, target.device, place, f"{check.name} {target.dtype}", 0)
-        # On a GPU, what takes longest comes first, and all checks of an implementation and dtype stand together.
+        # On a GPU, what takes longest comes first, and all checks of an implementation and dtype stand together. The
+        # fewer dtypes an implementation has, the more cases are there for each.
         slow = target.implementation.slow(target.device) if target.implementation else None
-        heavy = ("call", "shape", "tile", None).index(slow)
+        dtypes = len(target.implementation.supports.dtypes) if target.implementation else 0
+        heavy = 10 * ("call", "shape", None, "tile").index(slow) + dtypes
         return (False, target.device, heavy, f"{target.name} {target.dtype}", place)
 
     @property
@@ -539,7 +543,7 @@ def _covered(space: Space) -> Covered:
     pairs, triples = space.coverage
     forbidden, no_room = space.left_out
     return Covered(
-        cases=len(space.cases),
+        cases=space.size,
         pairs=pairs.covered,
         possible_pairs=pairs.possible,
         triples=triples.covered,

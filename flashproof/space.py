@@ -550,6 +550,7 @@ _FEW_DIMS = ("64", "16", "32", "40", "128", "256", "odd")  # those of the grids,
 _OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS, odd=33)
 _OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=96)
 _OF_SLOW_CALLS = replace(_OF_SLOW_SHAPES, cases=60, pairs=False)
+_OF_LOOPS_ON_A_GPU = replace(_OF_SLOW_TILES, cases=60, pairs=False)  # in Python: the same loops as on a CPU
 _CASES_OF_A_QUICK_RUN = 60
 
 
@@ -558,6 +559,8 @@ def room_of(implementation: Implementation, device: Device, effort: Effort = "de
     room = _OF_A_GPU if device == "cuda" else _OF_A_CPU
     slow = {"tile": _OF_SLOW_TILES, "shape": _OF_SLOW_SHAPES, "call": _OF_SLOW_CALLS}
     room = slow.get(implementation.slow(device) or "", room)
+    if room is _OF_SLOW_TILES and device == "cuda":
+        room = _OF_LOOPS_ON_A_GPU
     if effort == "quick":
         return replace(room, cases=_CASES_OF_A_QUICK_RUN, pairs=False)
     return replace(room, cases=10**6) if effort == "thorough" else room
@@ -742,6 +745,11 @@ class Space:
     def cases(self) -> list[Case]:
         """The cases of a run: the array, the longest sequences, for which it has no room, and the shapes of models."""
         return self.array + self._long() + self._models()
+
+    @property
+    def size(self) -> int:
+        """The number of cases. To count them takes no time, and to make them takes a second."""
+        return len(self._rows.rows) + len(self._long()) + len(self._models())
 
     @cached_property
     def array(self) -> list[Case]:

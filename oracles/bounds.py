@@ -301,23 +301,25 @@ def share(problem: Problem, claim: Claim, of: Claim) -> float | None:
 
 
 class _Casts:
-    """The errors of five kernels that round correctly.
+    """The errors of seven kernels that round correctly.
 
     1. P and dS are cast, with normalised weights.
     2. P and dS are cast, with unnormalised weights.
     3. As 1, and delta is computed from the rounded output.
     4. As 2, and delta is computed from the rounded output.
-    5. Only delta is computed from the rounded output, without any other cast.
+    5. As 1, and dS is computed from the cast P. PyTorch's memory-efficient attention reads P back so.
+    6. As 5, and delta is computed from the rounded output.
+    7. Only delta is computed from the rounded output, without any other cast.
 
     A kernel that reads its output back computes delta with the error e_i = sum_d dO_id (stored O_id - O_id). The stored
     output has the error of the cast and one more rounding. The error of dS_ij is then -P_ij e_i, with one e_i for all
     keys of the row. The error of dK_j is -tau sum_i P_ij e_i q_i, which is nearly the same for all j. As a result,
     blocks of keys are not independent, and their standard error cannot show this. For example, with dim 1 and 17 keys
-    in bfloat16, a correct kernel had a bias of 3.4 ulps of dK, which is six standard errors. A sixth way to cast has a
+    in bfloat16, a correct kernel had a bias of 3.4 ulps of dK, which is six standard errors. Another way to cast has a
     bias of 9 there. For this reason, the bias of tensors with so few columns is no longer judged at all.
 
-    All errors are linear in a few products. These contain the casts of P (two ways), the cast of dS, and P itself times
-    the e_i of each way.
+    All errors are linear in a few products. These contain the casts of P (two ways), the cast of dS, the cast of P
+    times dP - delta, and P itself times the e_i of each way.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -327,6 +329,7 @@ class _Casts:
         self.out = [torch.zeros_like(out) for _ in range(2)]  # casts of normalised, of unnormalised weights
         self.dv = [naive.zeros_of_keys(problem, dim) for _ in range(2)]
         self.dq, self.dk = torch.zeros_like(out), naive.zeros_of_keys(problem, dim)  # the cast of dS
+        self.dq_by_cast, self.dk_by_cast = torch.zeros_like(out), naive.zeros_of_keys(problem, dim)  # dS from cast P
         self.dq_by_delta = [torch.zeros_like(out) for _ in range(3)]  # normalised, unnormalised, no cast
         self.dk_by_delta = naive.zeros_of_keys(problem, 3 * dim)
 
@@ -351,20 +354,27 @@ class _Casts:
         of_dscores, mean_key = off(slopes.dscores), rows.scale * (rows.weights @ rows.key)
         rows.write(self.dq, rows.scale * (of_dscores @ rows.key))
         rows.add(self.dk, of_dscores, rows.query, rows.scale)
+        by_cast = off(rows.weights).mul_(slopes.slope)
+        rows.write(self.dq_by_cast, rows.scale * (by_cast @ rows.key))
+        rows.add(self.dk_by_cast, by_cast, rows.query, rows.scale)
         for by_delta, delta in zip(self.dq_by_delta, deltas, strict=True):
             rows.write(by_delta, delta * mean_key)
         moved = torch.cat([delta * rows.query for delta in deltas], dim=-1)
         rows.add(self.dk_by_delta, rows.weights, moved, rows.scale)
 
     def answers(self) -> list[Attention]:
-        """The errors of the five kernels, in the order of the class docstring."""
+        """The errors of the seven kernels, in the order of the class docstring."""
         none, dk_by_delta = self.nothing, self.dk_by_delta.chunk(3, dim=-1)
         cast = [Attention(out, none.lse, self.dq, self.dk, dv) for out, dv in zip(self.out, self.dv, strict=True)]
         read = [
             Attention(each.out, none.lse, self.dq - dq, self.dk - dk, each.dv)
             for each, dq, dk in zip(cast, self.dq_by_delta, dk_by_delta, strict=False)
         ]
-        return [*cast, *read, Attention(none.out, none.lse, -self.dq_by_delta[2], -dk_by_delta[2], none.dv)]
+        from_cast = [
+            replace(each, dq=each.dq + self.dq_by_cast, dk=each.dk + self.dk_by_cast) for each in (cast[0], read[0])
+        ]
+        by_delta = Attention(none.out, none.lse, -self.dq_by_delta[2], -dk_by_delta[2], none.dv)
+        return [*cast, *read, *from_cast, by_delta]
 
 
 class _Parts:

@@ -98,7 +98,10 @@ def ratios(
     got = actual.to(torch.float64)
     allowed = bound if oracle_error is None else bound + oracle_error
     error = (got - exact).abs()
-    ratio = torch.where(error == 0.0, 0.0, error / allowed)
+    ratio = error / allowed
+    if torch.isfinite(ratio).all():  # so are the answer and the exact result, and no bound is 0
+        return ratio
+    ratio = torch.where(error == 0.0, 0.0, ratio)
     ratio = torch.where(allowed.isinf() & got.isfinite(), 0.0, ratio)
     ratio = torch.where(exact.isinf(), torch.where(got == exact, 0.0, math.inf), ratio)
     overflows = (got.sign() * exact + allowed >= bounds.overflow_threshold(actual.dtype)) & allowed.isfinite()

@@ -14,7 +14,7 @@ from flashproof.subject import Subject
 from flashproof.tensors import Inputs, inputs
 
 RUNS = {"cpu": 2, "cuda": 10}  # of each case, at most
-SECONDS = 2.0  # once the further runs of a case have taken this long, no other run follows
+SECONDS = 0.5  # once the further runs of a case have taken this long, no other run follows
 
 
 GPU = "b2 h4 q1000 k1000 d128 causal\nb3 h4/2 q700 k700 d64"  # many blocks add to one gradient

@@ -141,6 +141,27 @@ def test_a_delta_from_the_rounded_output_is_no_lean(line: str) -> None:
     assert not bias.leans
 
 
+@pytest.mark.parametrize("seed", [0, 1, 370])
+def test_slopes_from_cast_weights_are_no_lean(seed: int) -> None:
+    """PyTorch's memory-efficient attention computes dS from the cast P. Equal weights then have one error for all."""
+    problem = problem_of(f"b1 h4 q15 k15 d64 bfloat16 uniform seed{seed}")
+    dtype = problem.query.dtype
+    evaluation = bounds.evaluate(problem, [bounds.without_casts(Claim(Arithmetic()))])
+    got = torch.zeros_like(evaluation.answer.dq)
+    for rows in naive.row_blocks(problem):
+        dscores = (rows.weights.to(dtype).double() * rows.slopes().slope).to(dtype).double()
+        rows.write(got, rows.scale * (dscores @ rows.key))
+    casts = [cast.dq for cast in evaluation.casts]
+    others = casts[:4] + casts[6:]
+    bias, with_others = (
+        verdict.bias(got.to(dtype), evaluation.answer.dq, evaluation.bounds[0].dq, allowed)
+        for allowed in (casts, others)
+    )
+    assert bias is not None
+    assert with_others is not None
+    assert (bias.leans, with_others.leans) == (False, True)
+
+
 LOOSER = {
     "tensor cores truncate": (Arithmetic(), Arithmetic(accumulate="tensor_core")),
     "float64 is finer": (Arithmetic(accumulate="float64"), Arithmetic()),
