@@ -13,7 +13,9 @@ import numpy as np
 
 Row = tuple[int, ...]  # the number of a level for each factor
 Partial = Sequence[int]  # the same, with -1 for a factor that has no level yet
-Allowed = Callable[[Partial], bool]  # whether some row with these levels may stand in an array
+# Whether some row with these levels may stand in an array. The second argument is the factor whose level is new, where
+# all others are known to be allowed, or None.
+Allowed = Callable[[Partial, int | None], bool]
 OPEN = -1
 _TRIES = 6  # of a row that ends in a dead end
 _PAIR = 1e6  # what a new pair counts for, in new triples: more than all triples of a row
@@ -61,6 +63,8 @@ class Covering:
         self.forgotten: list[list[int]] = []  # pairs and triples that were found to be impossible
         self.open_pairs = self.pairs.copy()
         self.open_triples = self.triples.copy()
+        self._open = np.zeros(len(self.factor), dtype=int)  # the open triples of each level
+        self._count(range(len(self.factor)))
         # The number of rows that have a level. Of two levels that complete as much, the rarer one is taken.
         self.used = np.zeros(len(self.factor))
         self._costs = np.zeros(len(self.factor)) if costs is None else np.concatenate(costs)
@@ -77,10 +81,10 @@ class Covering:
 
     def _possible_pairs(self) -> np.ndarray:
         count = len(self.factor)
-        single = np.array([self.allowed(self._row(level)) for level in range(count)])
+        single = np.array([self.allowed(self._row(level), None) for level in range(count)])
         found = np.zeros((count, count), dtype=bool)
         for one, other in combinations(np.flatnonzero(single).tolist(), 2):
-            if self.factor[one] != self.factor[other] and self.allowed(self._row(one, other)):
+            if self.factor[one] != self.factor[other] and self.allowed(self._row(one, other), None):
                 found[one, other] = found[other, one] = True
         return found
 
@@ -91,7 +95,7 @@ class Covering:
     def next_row(self) -> Row | None:
         """A row that completes a pair, or if there is none left, a triple; None if nothing is left to complete."""
         while (wanted := self._wanted()) is not None:
-            row = self._completed(wanted) if self.allowed(self._row(*wanted)) else None
+            row = self._completed(wanted) if self.allowed(self._row(*wanted), None) else None
             if row is not None and self._completes(row):
                 return self.add(row)
             self.forget(wanted)
@@ -103,8 +107,7 @@ class Covering:
             left = self.open_pairs.sum(axis=1)
             one = int(left.argmax())
             return [one, int((self.open_pairs[one] * (left + 1)).argmax())]
-        # Counting one plane after the other takes a twentieth of the time of a sum over two axes.
-        open_triples = np.array([np.count_nonzero(plane) for plane in self.open_triples]) * self._weight
+        open_triples = self._open * self._weight
         if not open_triples.any():
             return None
         one = int(open_triples.argmax())
@@ -113,8 +116,17 @@ class Covering:
     def add(self, row: Row) -> Row:
         """Counts what a row completes. The row may come from elsewhere."""
         self._close(row, self.open_pairs, self.open_triples)
+        self._count(self._numbers(row))
         self.used[self._numbers(row)] += 1.0
         return row
+
+    def _count(self, levels: Sequence[int]) -> None:
+        """Counts the open triples of each of these levels again.
+
+        To count one plane after the other takes a twentieth of the time of a sum over two axes.
+        """
+        for level in levels:
+            self._open[level] = np.count_nonzero(self.open_triples[level])
 
     def _numbers(self, row: Row) -> list[int]:
         """The numbers of its levels among all levels."""
@@ -158,6 +170,7 @@ class Covering:
             self.pairs[places] = self.open_pairs[places] = False
         for order in permutations(levels):
             self.triples[order] = self.open_triples[order] = False
+        self._count(levels)
 
     def _completed(self, chosen: list[int]) -> Row | None:
         """A row with these levels that completes much; None if there is no row with them.
@@ -196,9 +209,9 @@ class Covering:
                 level = int(worth.argmax())
                 if worth[level] == -np.inf:
                     return None, early[0] if early else row.index(OPEN)
-                factor = self.factor[level]
+                factor = int(self.factor[level])
                 row[factor] = int(level - self.starts[factor])
-                if self.allowed(row):
+                if self.allowed(row, factor):
                     break
                 row[factor] = OPEN
                 worth[level] = -np.inf
@@ -209,16 +222,20 @@ class Covering:
 
     def _take(self, level: int, taken: list[int], gain: np.ndarray, possible: np.ndarray) -> None:
         """Counts what each level would complete together with this one and those that are taken."""
-        with_it = self.open_triples[:, level] * self._weight[level]
+        with_it = self.open_triples[:, level]
         before = [other for other in taken if self._hiding[other]]
+        if before:
+            triples = with_it[:, before[0]] * (self._weight[before[0]] * self._weight[level])
+        else:
+            triples = with_it[:, taken].astype(np.float32) @ self._weight[taken] * self._weight[level]
         if not before and not self._hiding[level]:
-            gain += _PAIR * self.open_pairs[:, level] + with_it[:, taken] @ self._weight[taken]
+            gain += _PAIR * self.open_pairs[:, level] + triples
         elif not before:  # nothing counts any more but what is with this level
-            gain[:] = _PAIR * self.open_pairs[:, level] + with_it[:, taken] @ self._weight[taken]
+            gain[:] = _PAIR * self.open_pairs[:, level] + triples
         elif len(before) == 1 and not self._hiding[level]:
-            gain += with_it[:, before[0]] * self._weight[before[0]]
+            gain += triples
         elif len(before) == 1:
-            gain[:] = with_it[:, before[0]] * self._weight[before[0]]
+            gain[:] = triples
         elif self._hiding[level]:
             gain[:] = 0.0
         taken.append(level)

@@ -166,6 +166,8 @@ class Session:
         share_triton_cache()
         judging.share(self.shared)
         space.share(self.shared)
+        if self.selection.thorough:
+            judging.certify_fewer()
         if self.role == "main":
             if self.asked and not self.times:
                 self.check_places()

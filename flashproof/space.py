@@ -521,7 +521,8 @@ class Room:
     batch x heads is over 65535. cases: how many a run has at least. steps: of one case, batch x heads x (4 + tiles of
     queries x tiles of keys). dims: the head dims. odd: the one odd head dim, where a kernel is compiled for each.
     pairs: whether the run has as many cases as all pairs need. hiding: factors with levels that hide the faults of
-    others; a case with such a level counts for no pair without it. "wanted" takes a third more cases.
+    others; a case with such a level counts for no pair without it. "wanted" takes a third more cases. triples: the room
+    of further cases, which complete every triple that has room there.
     """
 
     work: float
@@ -533,6 +534,7 @@ class Room:
     pairs: bool = True
     hiding: tuple[str, ...] = ("call",)
     odd: int | None = None
+    triples: "Room | None" = None
 
     def holds(self, case: Case) -> bool:
         """Whether there is room for a case."""
@@ -563,7 +565,14 @@ def room_of(implementation: Implementation, device: Device, effort: Effort = "de
         room = _OF_LOOPS_ON_A_GPU
     if effort == "quick":
         return replace(room, cases=_CASES_OF_A_QUICK_RUN, pairs=False)
-    return replace(room, cases=10**6) if effort == "thorough" else room
+    if effort == "thorough":
+        return replace(room, triples=_smaller(room))
+    return room
+
+
+def _smaller(room: Room) -> Room:
+    """The room of the cases that complete triples. They are fifty times as many, and take a third of the time each."""
+    return replace(room, work=min(room.work, 2.0**23), numbers=2.0**17, many=2.0**17, cases=0)
 
 
 def _smallest(known: Known) -> Case:
@@ -585,6 +594,7 @@ class Rows(msgspec.Struct, frozen=True):
     """The rows of an array, what they cover, and the pairs and triples that were found to be impossible."""
 
     rows: list[Row]
+    pairs: int  # the number of the first rows, which complete all pairs; the others complete triples in smaller cases
     coverage: tuple[Coverage, Coverage]  # of pairs and of triples
     forgotten: list[list[int]]
     claimed: int  # pairs that the claims allow
@@ -679,9 +689,10 @@ class Space:
         rules = [
             ([places[name] for name in rule.factors], rule, dict[tuple[int, ...], bool]()) for rule in self._rules()
         ]
+        of_place = [[rule for rule in rules if place in rule[0]] for place in range(len(FACTORS))]
 
-        def allowed(row: Partial) -> bool:
-            for mine, rule, known in rules:
+        def allowed(row: Partial, new: int | None) -> bool:
+            for mine, rule, known in rules if new is None else of_place[new]:
                 asked = tuple(row[place] for place in mine)
                 if asked not in known:
                     chosen = {FACTORS[place].name: words[place][row[place]] for place in mine if row[place] >= 0}
@@ -724,8 +735,17 @@ class Space:
             if row is None:
                 break
             rows.append(row)
+        number, coverage, forgotten = len(rows), covering.coverage, covering.forgotten
+        if self._of_triples:
+            covering = self._of_triples._nothing_covered()
+            for row in rows:
+                covering.add(row)
+            while (row := covering.next_row()) is not None:
+                rows.append(row)
+            coverage = coverage[0], covering.coverage[1]
+            forgotten += covering.forgotten
         claimed = _possible_pairs(self.supports, tuple(self.dtypes), self.device)
-        found = Rows(rows, covering.coverage, covering.forgotten, claimed)
+        found = Rows(rows, number, coverage, forgotten, claimed)
         if path and path.parent.is_dir():
             half = path.with_suffix(f".{os.getpid()}")
             half.write_bytes(msgspec.json.encode(found))
@@ -754,7 +774,15 @@ class Space:
     @cached_property
     def array(self) -> list[Case]:
         """The covering array."""
-        return [self.case(row, number) for number, row in enumerate(self._rows.rows)]
+        of_pairs, of_triples = self._rows.pairs, self._of_triples or self
+        return [
+            (self if number < of_pairs else of_triples).case(row, number) for number, row in enumerate(self._rows.rows)
+        ]
+
+    @cached_property
+    def _of_triples(self) -> "Space | None":
+        """The same space with less room, where a run has every triple."""
+        return Space(self.supports, self.dtypes, self.device, self.room.triples) if self.room.triples else None
 
     def _long(self) -> list[Case]:
         """As many keys as queries in the longest classes: plain cases, since there is no room for more."""
@@ -815,7 +843,7 @@ class Space:
             options, words = [], self.levels[factor.name]
             for level, word in enumerate(words):
                 row[place] = level
-                options += [level] if fixed.get(factor.name, word) == word and self.allowed(row) else []
+                options += [level] if fixed.get(factor.name, word) == word and self.allowed(row, place) else []
             if not options:
                 return None
             row[place] = choose(options)

@@ -359,7 +359,7 @@ def points(seed: str) -> Iterator[Case]:
             options = []
             for level in range(len(space.levels[FACTORS[place].name])):
                 row[place] = level
-                options += [level] if space.allowed(row) else []
+                options += [level] if space.allowed(row, place) else []
             if not options:
                 break
             row[place] = chance.choice(options)

@@ -6,6 +6,7 @@ import torch
 from flashproof import signatures
 from flashproof.calling import TensorName
 from flashproof.cases import Case
+from flashproof.impls import catalogue
 from flashproof.impls.spec import DTYPES, Dtype
 from flashproof.tests.suite.mutants import rules
 from flashproof.tests.suite.mutants.rules import RULES, Compared
@@ -73,3 +74,10 @@ def test_a_rule_rejects_what_raises() -> None:
 
     implementation = signatures.of_callable(broken, "broken")
     assert set(rules.ask(implementation, rules.their_inputs("float32", "cpu")[:1])) == set(BY_NAME)
+
+
+def test_a_case_that_eager_attention_cannot_answer_does_not_count() -> None:
+    """The products overflow before they are scaled, so every weight of eager attention is NaN."""
+    case = Case.parse("b1 h1 q4 k4 d8 float16 shift50000")
+    assert rules.references(case)[1]["out"].isnan().all()
+    assert rules.ask(catalogue.load("tiled.fa2"), [case]) == {}

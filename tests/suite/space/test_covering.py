@@ -27,7 +27,7 @@ def all_rows(covering: Covering, *, until_pairs: bool = True) -> list[Row]:
     ("sizes", "most"), [((2, 2, 2), 6), ((3, 3, 3, 3), 14), ((5, 4, 3, 2), 22), ((7, 2, 2, 2, 2, 2, 6), 44)]
 )
 def test_every_pair_stands_in_few_rows(sizes: tuple[int, ...], most: int) -> None:
-    rows = all_rows(Covering(sizes, lambda row: True))
+    rows = all_rows(Covering(sizes, lambda row, new: True))
     every = {
         (i, j, a, b)
         for i, j in combinations(range(len(sizes)), 2)
@@ -39,7 +39,7 @@ def test_every_pair_stands_in_few_rows(sizes: tuple[int, ...], most: int) -> Non
 
 def test_every_triple_stands_in_the_end() -> None:
     sizes = (3, 2, 4, 2)
-    covering = Covering(sizes, lambda row: True)
+    covering = Covering(sizes, lambda row, new: True)
     rows = all_rows(covering, until_pairs=False)
     for places in combinations(range(4), 3):
         found = {tuple(row[place] for place in places) for row in rows}
@@ -48,7 +48,7 @@ def test_every_triple_stands_in_the_end() -> None:
 
 
 def test_what_may_not_stand_together_does_not() -> None:
-    def allowed(row: Partial) -> bool:
+    def allowed(row: Partial, new: int | None = None) -> bool:
         return not (row[0] == 1 and row[1] == 2) and not (row[1] == 0 and row[2] == 1 and row[3] == 1)
 
     covering = Covering((2, 3, 2, 2), allowed)
@@ -62,7 +62,7 @@ def test_what_may_not_stand_together_does_not() -> None:
 def test_a_pair_that_no_row_can_hold_is_found_out() -> None:
     """The pair of level 1 for factors 0 and 1 is allowed by itself. But then no level of factor 2 is allowed."""
 
-    def allowed(row: Partial) -> bool:
+    def allowed(row: Partial, new: int | None = None) -> bool:
         return not (row[0] == 1 and row[2] == 0) and not (row[1] == 1 and row[2] == 1)
 
     covering = Covering((2, 2, 2), allowed)
@@ -72,14 +72,14 @@ def test_a_pair_that_no_row_can_hold_is_found_out() -> None:
 
 
 def test_rows_from_elsewhere_count() -> None:
-    covering = Covering((2, 2), lambda row: True)
+    covering = Covering((2, 2), lambda row, new: True)
     covering.add((0, 1))
     assert len(all_rows(covering)) == 3
 
 
 def test_a_level_that_hides_faults_counts_for_its_own_pairs_alone() -> None:
     hiding = [[False, True, True], [False, False, True], [False] * 4]
-    covering = Covering((3, 3, 4), lambda row: True, hiding=hiding)
+    covering = Covering((3, 3, 4), lambda row, new: True, hiding=hiding)
     rows = all_rows(covering)
     for i, j in combinations(range(3), 2):
         for a, b in product(range(len(hiding[i])), range(len(hiding[j]))):
