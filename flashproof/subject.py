@@ -474,7 +474,7 @@ def concluded(subject: Subject) -> Generator[None]:
     if not subject.judged and subject.refusals:
         pytest.skip(f"refused: {subject.refusals[0]}")
     if not subject.judged:
-        pytest.skip("nothing to judge: the implementation claims no case of this check")
+        pytest.skip("nothing to judge: no case of this check is claimed and in this run")
 
 
 def summary(subject: Subject, most: int = 3) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+import flashproof.impls.triton  # noqa: F401  # it must choose the interpreter before torch.compiler imports Triton
 from flashproof.impls.shapes import Bool, Float, Float32
 from flashproof.impls.spec import Alignment
 

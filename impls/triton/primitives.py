@@ -293,7 +293,11 @@ def missing(device: Device) -> str | None:
     """
     if device == "cuda":
         return None if torch.cuda.is_available() else "CUDA: no device"
-    return None if INTERPRETED.value else "Triton: not interpreted"
+    if not INTERPRETED.value:
+        return "Triton: not interpreted"
+    # Triton's own functions are made for one or the other when Triton is imported, by torch._dynamo for example.
+    late = isinstance(tl.max, triton.JITFunction)
+    return "Triton: imported before flashproof chose its interpreter; set TRITON_INTERPRET=1" if late else None
 
 
 _ONE_AT_A_TIME = threading.Lock()  # the interpreter changes the modules of Triton while it runs

@@ -24,7 +24,8 @@ SPACE = """
 
 A case is a point in a space of factors. A level is a value that kernels may have code of their own for. The checks that
 are named after a way of calling share one covering array of the space. Every pair of levels that the claims allow, and
-that a run has room for, stands in some case of the array. `--thorough` makes an array with every triple.
+that a run has room for, stands in some case of the array. `--thorough` then adds
+every triple of levels that fits in cases of an eighth of the work.
 
 Some levels hide the faults of others: a call without a backward, or one that asks for some of the gradients. A case
 with such a level counts for no pair of two other levels. Levels that make numbers zero, large or equal hide faults too,

@@ -147,3 +147,21 @@ def test_kept_descriptions_change_nothing() -> None:
     assert keeps()
     assert unkept.stdout.splitlines() == answers()
     assert not is_changed()  # kernels of other projects run unpatched
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton: compiles where there is a GPU")
+@pytest.mark.parametrize(
+    ("first", "missing"),
+    [
+        ("flashproof.impls.tiled.fa2", "None"),
+        ("triton", "Triton: imported before flashproof chose its interpreter; set TRITON_INTERPRET=1"),
+    ],
+)
+def test_triton_was_imported_before(first: str, missing: str) -> None:
+    """Triton makes its own functions when it is imported. torch.compile imports it, too."""
+    code = f"import {first}\nfrom flashproof.impls import catalogue\nprint(catalogue.load('triton.fa2').missing('cpu'))"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+    )
+    assert done.stdout == f"{missing}\n", done.stderr
