@@ -550,7 +550,7 @@ _OF_A_CPU = Room(work=2.0**26, numbers=2.0**19, many=2.0**21.5, cases=600, hidin
 _OF_A_GPU = replace(_OF_A_CPU, hiding=("call",))
 _FEW_DIMS = ("64", "16", "32", "40", "128", "256", "odd")  # those of the grids, among others
 _OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS, odd=33)
-_OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=96)
+_OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=64)
 _OF_SLOW_CALLS = replace(_OF_SLOW_SHAPES, cases=60, pairs=False)
 _OF_LOOPS_ON_A_GPU = replace(_OF_SLOW_TILES, cases=120, pairs=False)  # in Python: the same loops as on a CPU
 _CASES_OF_A_QUICK_RUN = 60
