@@ -83,6 +83,7 @@ class Judged:
     rho: verdict.Rho
     statistical: verdict.Rho | None
     bias: verdict.Bias | None
+    ulps: float | None  # the largest error, in ulps of the tensor's largest number; None for the LSE
     certainty: Certainty
 
     @property
@@ -112,6 +113,7 @@ class Judged:
             "bias": self.bias.value if self.bias else None,
             "bias_error": self.bias.standard_error if self.bias else None,
             "bias_allowance": self.bias.allowance if self.bias else None,
+            "ulps": None if self.ulps is None else figure(self.ulps),
             "certainty": self.certainty,
             "worst": Element(
                 index=worst.index,
@@ -376,6 +378,7 @@ def judge_tensor(actual: Tensor, name: TensorName, truth: Exact) -> Judged:
         bias=verdict.bias(actual, true, statistical, [getattr(cast, name) for cast in truth.casts])
         if name != "lse" and truth.is_even
         else None,
+        ulps=None if name == "lse" else verdict.largest_ulps(actual, true),
         certainty=truth.certainty,
     )
 

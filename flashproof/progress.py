@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashproof import summary
+from flashproof.cases import Case
 from flashproof.failures import one_screen
 from flashproof.reports import wording
 from flashproof.reports.evidence import DTYPES, TENSORS, size, worst_rho
@@ -36,6 +37,7 @@ class Display(Watcher):
         self.console = Console(file=self.output, highlight=False, soft_wrap=True, width=width)
         self.command = command
         self.judged: dict[tuple[str, str, str], Judgement] = {}  # the worst by implementation, tensor, dtype
+        self.ulps: dict[tuple[str, str, str], float | str] = {}  # the largest error, likewise
         self.failed: dict[str, set[tuple[str, str]]] = {}  # checks and dtypes, by implementation
         self.ran: dict[str, set[tuple[str, str]]] = {}  # the same
         self.total = 0
@@ -92,6 +94,9 @@ class Display(Watcher):
             before = self.judged.get(place)
             if before is None or size(worst_rho(record)) > size(worst_rho(before)):
                 self.judged[place] = record
+            # Elsewhere a whole tensor may cancel to nearly 0, and an error of many ulps says nothing.
+            if record.ulps is not None and size(record.ulps) > size(self.ulps.get(place)) and _is_normal(record.case):
+                self.ulps[place] = record.ulps
         if record.status == "failed":
             is_first = record.implementation not in self.failed
             self.failed.setdefault(record.implementation, set()).add((record.check, record.dtype))
@@ -151,13 +156,25 @@ class Display(Watcher):
         figures = {(tensor, dtype): one for (of, tensor, dtype), one in self.judged.items() if of == name}
         dtypes = [dtype for dtype in DTYPES if any(dtype == other for _, other in figures)]
         if figures:
-            table = Table(box=box.SIMPLE, title=f"{name}: the largest rho", title_justify="left", title_style="")
+            title = f"{name}: the largest rho, and the largest error on normal inputs in ulps"
+            table = Table(box=box.SIMPLE, title=title, title_justify="left", title_style="")
             for column in ("", *dtypes):
                 table.add_column(column, justify="right" if column else "left")
-            for tensor in TENSORS:
-                if any((tensor, dtype) in figures for dtype in dtypes):
-                    table.add_row(tensor, *(_cell(figures.get((tensor, dtype))) for dtype in dtypes))
+            shown = [tensor for tensor in TENSORS if any((tensor, dtype) in figures for dtype in dtypes)]
+            for tensor in shown:
+                found = [figures.get((tensor, dtype)) for dtype in dtypes]
+                largest = [self.ulps.get((name, tensor, dtype)) for dtype in dtypes]
+                cells = [
+                    f"{_cell(one)} {'' if ulps is None else wording.number(ulps):>6}"
+                    for one, ulps in zip(found, largest, strict=True)
+                ]
+                table.add_row(tensor, *cells)
             self.console.print(table)
+            if not failures and len({of for of, _, _ in self.judged}) == 1:  # else the failures name their cases
+                for tensor in shown:
+                    of_tensor = [one for (of, _), one in figures.items() if of == tensor]
+                    worst = max(of_tensor, key=lambda one: size(worst_rho(one)))
+                    self.console.print(f"  {tensor:4} {worst.case}", markup=False, soft_wrap=True)
 
 
 class CaseDisplay(Display):
@@ -194,6 +211,13 @@ class CaseDisplay(Display):
                 f"[red]{one.status}[/]" if one.status == "failed" else one.status,
             )
         self.console.print(table)
+
+
+def _is_normal(line: str) -> bool:
+    """Whether a case has normal numbers and the default scale, and several keys."""
+    case, plain = Case.parse(line), Case()
+    numbers = ("family", "magnitude", "shift", "values", "douts", "scale")
+    return case.keys > 1 and all(getattr(case, name) == getattr(plain, name) for name in numbers)
 
 
 def _rho(judgement: Judgement) -> str:

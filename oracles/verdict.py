@@ -246,6 +246,19 @@ def ulps(actual: Tensor, exact: Float[Tensor, "..."]) -> Tensor:
 
     The unit is that of the dtype of `actual`, at the exact result.
     """
-    info = torch.finfo(actual.dtype)
-    exponent = torch.floor(torch.log2(exact.abs().clamp(min=info.smallest_normal)))
-    return (actual.to(torch.float64) - exact).abs() / (info.eps * torch.exp2(exponent))
+    return (actual.to(torch.float64) - exact).abs() / _last_place(exact.abs(), actual.dtype)
+
+
+def largest_ulps(actual: Tensor, exact: Float[Tensor, "..."]) -> float:
+    """The largest error of a tensor, in units in the last place of its largest exact number.
+
+    In its own units, an element that cancels to nearly 0 has a large error in a right kernel, too. The result is NaN or
+    inf if a number is not finite.
+    """
+    return float((actual.to(torch.float64) - exact).abs().max() / _last_place(exact.abs().max(), actual.dtype))
+
+
+def _last_place(size: Tensor, dtype: torch.dtype) -> Tensor:
+    """The unit in the last place of numbers of this size."""
+    info = torch.finfo(dtype)
+    return info.eps * torch.exp2(torch.floor(torch.log2(size.clamp(min=info.smallest_normal))))

@@ -99,6 +99,7 @@ class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
     bias_allowance: float | None = None
     rms: float | str | None = None  # root mean square of the errors / its expectation for the claimed arithmetic
     rms_error: float | None = None  # the standard error of the square of rms
+    ulps: float | str | None = None  # the largest error, in units in the last place of the largest exact number
     certainty: Certainty | None = None
     worst: Element | None = None
     seconds: float = 0.0

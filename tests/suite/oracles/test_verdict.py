@@ -326,3 +326,9 @@ def test_an_overflow_is_right_where_the_exact_result_overflows(sign: float) -> N
             ).value
             == rho
         )
+
+
+def test_the_largest_error_is_in_units_of_the_largest_number() -> None:
+    exact = torch.tensor([[1.5, 2.0**-40]], dtype=torch.float64)
+    assert verdict.largest_ulps((exact + torch.tensor([0.0, 3 * 2.0**-23])).float(), exact) == 3.0
+    assert verdict.largest_ulps(torch.tensor([[1.5, math.inf]]), exact) == math.inf
