@@ -128,8 +128,8 @@ def judge(
     - with_bounds: the verdicts contain the bound and the exact result of every element, in float64.
 
     float64 computes the exact result, with a bound of its own. On a CPU, small problems are certified in balls, and
-    some rows of long problems are compared with balls. On a GPU, and for problems between, only a row that fails is
-    compared. Memory is linear in the length.
+    some rows of long problems are compared with balls. On a GPU, and for problems of medium size, only a row that
+    fails is compared. Memory is linear in the length.
 
     Raises TypeError, ValueError or NotImplementedError for an argument that cannot be judged; the error names it. A
     wrong number in a result, also NaN, is no error: the verdict does not pass.
@@ -292,8 +292,8 @@ def _problem(
     named = {"query": problem.query, "key": problem.key, "value": problem.value, "dout": problem.dout}
     if bool(torch.stack([tensor.isfinite().all() for tensor in named.values()]).all()):
         return problem
-    # NaN and infinities in a key that no query sees, or in a query that sees no key, change nothing. They are read as
-    # 0.
+    # NaN and infinities in a key that no query sees, or in a query that sees no key, change nothing: they
+    # count as 0.
     sees, seen = _visibility(problem)
     used = {"query": sees, "key": seen, "value": seen, "dout": sees}
     for name, tensor in named.items():

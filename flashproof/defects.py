@@ -35,7 +35,7 @@ from flashproof.reports.record import LAYERS
 from flashproof.space import FACTORS, levels
 
 LISTS = ("dtypes", "checks")
-ALIKE = 0.8  # the share of equal letters from which one name is a misspelling of another
+ALIKE = 0.8  # the share of equal letters above which one name is a misspelling of another
 WHERE, EVERY = "where", "*"
 TEXTS = ("implementation", "device", "seen", "link")
 

@@ -1,4 +1,4 @@
-"""Examines calls without an answer: whether the function declined the input, and whether every call would end so.
+"""Examines calls without an answer: whether the function declined, and whether every call would end the same way.
 
 A function that returns a pair, works on NumPy arrays or needs a missing device answers no case. A run reports this
 once, with advice, and leaves its other checks out.

@@ -13,7 +13,7 @@ from flashproof.session import POOL_SIZE, PoolRun, Session, left_by_a_crash, pro
 
 
 def choose(config: pytest.Config) -> None:
-    """Gives a run with an external kernel workers, in the number of -n. With -n 0, everything runs in this process."""
+    """Gives a run with an external kernel as many workers as -n says. With -n 0, everything runs in this process."""
     options = config.option
     asked = getattr(options, "numprocesses", None)
     external = any(is_external(name) for name in options.flashproof_impl)

@@ -1,7 +1,7 @@
 """Finds the other question that a wrong answer is right for: another scale, mask, layout, or order of the arguments.
 
-Kernels and their callers often confuse two questions. The answer is then right, but for the wrong problem. To know that
-problem helps more than to know where the answer is wrong. The first failure of a check (`subject`) and
+Kernels and their callers often confuse two questions. The answer is then right, but for the wrong problem. The name of
+that problem helps more than the place of an error. The first failure of a check (`subject`) and
 `flashproof.judge` (`accuracy`) use this module.
 """
 
@@ -205,8 +205,8 @@ def _other_layouts(problem: Problem) -> Iterator[_Other]:
 def _fitted_scale(problem: Problem, answer: Mapping[TensorName, Tensor]) -> float | None:
     """The scale that fits some rows of an output best. None if there is no such scale, or no output.
 
-    The method is Gauss-Newton (Nocedal and Wright, Numerical Optimization, 10.3), with d out / d scale = sum_j P_j (s_j
-    - mean s) V_j, where s = Q K^T.
+    The method is Gauss-Newton (Nocedal and Wright, Numerical Optimization, 10.3), with
+    d out / d scale = sum_j P_j (s_j - mean s) V_j, where s = Q K^T.
     """
     if "out" not in answer or not bool(answer["out"].isfinite().all()) or problem.dropout.p:
         return None

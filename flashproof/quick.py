@@ -45,7 +45,7 @@ CHECKS: dict[str, int] = {
 }
 
 
-# These checks run at any time, with at least one case: for each layer, the check that finds most faults.
+# These checks run even after the end of the time, with at least one case. They find most faults of their layers.
 ALWAYS = (
     "gradients/backward",
     "contract/answers",

@@ -90,7 +90,7 @@ def is_stopped() -> bool:
 
 
 def is_thorough() -> bool:
-    """Whether each run searches new cases, and more of them."""
+    """Whether the searches of this run try new cases each time, and more of them."""
     return _asked is not None or settings.get_current_profile_name() == "thorough"
 
 

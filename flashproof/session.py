@@ -244,8 +244,8 @@ class Session:
             return (False, "last" if is_short else "", 0, "", 0)
         if self.clock:
             return (False, target.device, quick.place(check.name), target.dtype, 0)
-        # Checks of the array come before other checks, which have less to do. With an external kernel, early checks
-        # come first, and its dtypes alternate, since a fault may affect one dtype only.
+        # Checks of the array come before other checks, which have less to do. With an external kernel, the early checks
+        # of a dtype come first, and the dtypes come one after another.
         place = (0 if check.early else 1) if self.uses_pool else (0 if check.call else 1)
         if target.device == "cpu" and not self.uses_pool:
             # The items of one check and dtype are adjacent, since a process caches their exact results.

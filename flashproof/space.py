@@ -491,7 +491,7 @@ def _large_gradients_do_not_overflow(known: Known) -> bool:
 
 @_rule("call", "sharing", "queries", "keys")
 def _a_cache_can_grow(known: Known) -> bool:
-    """The call before has all keys but the last: there are several keys, and they are not the values or queries too."""
+    """The earlier call has one key less, so there are several keys. They are not the values or queries as well."""
     if known.get("call") != "grown":
         return True
     lengths = known.get("keys", "64"), known.get("queries", "64")
@@ -524,9 +524,9 @@ class Room:
     tensors. many: the same limit, for a batch x heads over 65535. cases: the least number of cases. steps: the largest
     batch x heads x (4 + tiles of queries x tiles of keys) of one case. dims: the head dims. odd: the only odd head dim,
     for a kernel that is compiled for each. pairs: whether the run has as many cases as all pairs need. hiding: the
-    factors with levels that hide faults; a case with such a level counts for no pair without that level. The factor
-    "wanted" there takes a third more cases. triples: the room of further cases, which complete every triple that fits
-    in that room.
+    factors with levels that hide faults; a case with such a level counts for no pair without that level. With
+    the factor "wanted" in `hiding`, a run needs a third more cases. triples: the room of further cases, which complete
+    every triple that fits in that room.
     """
 
     work: float
@@ -767,7 +767,7 @@ class Space:
 
     @property
     def cases(self) -> list[Case]:
-        """The cases of a run: the array, the longest sequences, which fit in no array, and the shapes of models."""
+        """The cases of a run: the array, the sequences that are too long for the array, and the shapes of models."""
         return self.array + self._long() + self._models()
 
     @property

@@ -53,7 +53,10 @@ def tensors_of(inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def memory(tensor: Tensor) -> Tensor:
-    """All bytes of the buffer that contains a tensor, also those outside the tensor. Bytes compare NaN by its bits."""
+    """All bytes of the buffer that contains a tensor, also those outside the tensor.
+
+    A comparison of bytes compares NaN by its bits.
+    """
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
