@@ -1,8 +1,8 @@
-"""The derived bound inside anyone's own test: `flashproof.judge` and `flashproof.assert_accurate`.
+"""The derived bound for any test: `flashproof.judge` and `flashproof.assert_accurate`.
 
-Both take what a kernel answered, and what it was asked in the words of torch's `scaled_dot_product_attention`. The
-verdict is that of the suite (`judging`): the deterministic bound, in float32 on FMA units the probabilistic one too,
-and the test for bias. Sources of the bound: `oracles/bounds.py`.
+Both take a kernel's answer, and its inputs and options in the form of torch's `scaled_dot_product_attention`. The
+verdict is the same as in the suite (`judging`): the deterministic bound, for float32 on FMA units also the
+probabilistic one, and the test for bias. Sources of the bound: `oracles/bounds.py`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +26,7 @@ from flashproof.reports.record import Certainty, Judgement
 
 Claimed = Arithmetic | Callable[[Dtype, Device], Arithmetic]
 
-_ROWS = 256  # queries whose mask is looked at together
+_ROWS = 256  # the number of queries whose mask is computed at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,36 +35,36 @@ class Verdict:
 
     tensor: TensorName
     dtype: str
-    rho: float  # the largest error over the deterministic bound; inf where nothing excuses it, as NaN
-    rho_statistical: float | None  # over the probabilistic bound, where it gates: float32 on FMA units
+    rho: float  # the largest ratio of error to the deterministic bound; inf for an error that no bound allows, as NaN
+    rho_statistical: float | None  # the ratio to the probabilistic bound, if it decides too: float32 on FMA units
     worst: Worst  # the element with the larger of the two: index, got, exact, error, bound
-    bias: Bias | None  # None where it is not judged: of lse, of few rows or columns
-    # "certified": the exact value is enclosed in a ball; "bounded": it is float64's; "sampled": the same, with rows
-    # compared with balls.
+    bias: Bias | None  # None if it is not judged: for lse, and for few rows or columns
+    # "certified": the exact value is enclosed in a ball. "bounded": float64 computes it. "sampled": float64 computes
+    # it, and some rows are compared with balls.
     certainty: Certainty
     passed: bool
-    row: str  # what the row of the worst element looks like, where the tensor failed
-    bound: Float64[Tensor, "*shape"] | None  # of every element, where it was asked for
-    exact: Float64[Tensor, "*shape"] | None  # the exact result, where it was asked for
+    row: str  # describes the row of the worst element, if the tensor failed
+    bound: Float64[Tensor, "*shape"] | None  # the bound of every element, if it was asked for
+    exact: Float64[Tensor, "*shape"] | None  # the exact result, if it was asked for
     _judgement: Judgement = field(repr=False)
 
     @property
     def worst_rho(self) -> float:
-        """The larger of the two rhos: up to 1 passes."""
+        """The larger of the two rhos. A value up to 1 passes."""
         return max(self.rho, self.rho_statistical or 0.0)
 
     def __str__(self) -> str:
-        """The tensor's block: rho, error and bound, and where it failed the worst element, its row and the bias."""
+        """The tensor's block: rho, error and bound. After a failure also the worst element, its row and the bias."""
         lines = wording.finding(self._judgement, self.tensor, self.dtype)
         return lines[0] if self.passed else "\n".join(lines)
 
 
 @dataclass(frozen=True, eq=False)
 class Verdicts(Mapping[TensorName, Verdict]):
-    """The verdicts on all tensors that were given: `verdicts["dq"].rho`. They come worst first."""
+    """The verdicts on all given tensors, the worst first: `verdicts["dq"].rho`."""
 
     by_tensor: Mapping[TensorName, Verdict]
-    question: str  # which question the failed tensors do answer, where it was found; else ""
+    question: str  # the other question that the failed tensors answer, if one was found; else ""
 
     @property
     def passed(self) -> bool:
@@ -83,7 +83,7 @@ class Verdicts(Mapping[TensorName, Verdict]):
         return len(self.by_tensor)
 
     def __str__(self) -> str:
-        """A block for each tensor that failed, the worst first, and a line for each that passed."""
+        """A block for each tensor that failed, the worst first, and a line for each tensor that passed."""
         failed = [str(each) for each in self.values() if not each.passed]
         passed = [str(each) for each in self.values() if each.passed]
         if failed and self.question:
@@ -112,26 +112,27 @@ def judge(
     arithmetic: Claimed | None = None,
     with_bounds: bool = False,
 ) -> Verdicts:
-    """Judges what an attention kernel answered: is it as accurate as the arithmetic that it claims allows?
+    """Judges an attention kernel's answer: is it as accurate as the arithmetic that the kernel claims allows?
 
-    Any subset of out, lse, dq, dk and dv is judged; None is not given. dq, dk and dv are the gradients of sum(out dout)
-    for query, key and value. query, key and value are all float32, float16 or bfloat16 on one device, a CPU or a CUDA
-    GPU, with dim up to 256; the results have their dtype, lse float32. No gradient is recorded, and nothing is changed.
+    It judges any subset of out, lse, dq, dk and dv; None means not given. dq, dk and dv are the gradients of sum(out
+    dout) with respect to query, key and value. query, key and value are all float32, float16 or bfloat16 on one device,
+    a CPU or a CUDA GPU, with dim up to 256. The results have the same dtype, and lse is float32. The function records
+    no gradient and changes no argument.
 
-    - is_causal, scale, enable_gqa: as of `torch.nn.functional.scaled_dot_product_attention`. causal_alignment:
-      "top_left" (torch) lets query i see keys j <= i, "bottom_right" (flash-attn) keys j <= i + keys - queries.
+    - is_causal, scale, enable_gqa: as in `torch.nn.functional.scaled_dot_product_attention`. causal_alignment: with
+      "top_left" (torch), query i sees keys j <= i; with "bottom_right" (flash-attn), keys j <= i + keys - queries.
     - block_mask: False hides a block of 128 queries by 128 keys. dropout_p, dropout_seed: the weights that Philox
       4x32-10 drops (`oracles.masks.Dropout`). A query that sees no key has output 0, lse -inf and no gradient.
-    - arithmetic: the claim, or a function of dtype and device that makes it. None is FlashAttention's: scores and sums
-      in float32 (IEEE, no TF32), weights cast to the input's dtype before the second product.
-    - with_bounds: the verdicts hold the bound and the exact result of every element, in float64.
+    - arithmetic: the claim, or a function of dtype and device that returns it. None means FlashAttention's arithmetic:
+      scores and sums in float32 (IEEE, no TF32), and weights cast to the input dtype before the second product.
+    - with_bounds: the verdicts contain the bound and the exact result of every element, in float64.
 
-    The exact result is float64's, which has a bound of its own. On a CPU, small problems are certified in balls, and
-    rows of long ones are held against balls; on a GPU, and between, only a row that fails is. Memory is linear in the
-    length.
+    float64 computes the exact result, with a bound of its own. On a CPU, small problems are certified in balls, and
+    some rows of long problems are compared with balls. On a GPU, and for problems of medium size, only a row that
+    fails is compared. Memory is linear in the length.
 
-    Raises TypeError, ValueError or NotImplementedError for an argument that cannot be judged, naming it. A wrong
-    number in a result, NaN too, is no error but a verdict that did not pass.
+    Raises TypeError, ValueError or NotImplementedError for an argument that cannot be judged; the error names it. A
+    wrong number in a result, also NaN, is no error: the verdict does not pass.
     """
     keywords = (is_causal, causal_alignment, scale, enable_gqa, dropout_p, dropout_seed, block_mask)
     call = check_call(query, key, value, *keywords)
@@ -168,8 +169,8 @@ def assert_accurate(
 ) -> None:
     """Raises AssertionError if a kernel's answer is less accurate than the arithmetic that it claims allows.
 
-    The arguments are those of `judge`. The message tells of every tensor that failed, the worst first: rho, error and
-    bound, the worst element, what its row looks like, a bias, and which other question the answer is right for.
+    The arguments are those of `judge`. The message describes every tensor that failed, the worst first: rho, error and
+    bound, the worst element and its row, a bias, and the other question that the answer is right for.
     """
     __tracebackhide__ = True  # pytest shows the caller's line
     verdicts = judge(
@@ -201,7 +202,7 @@ def assert_accurate(
 def _checked_answer(
     given: dict[TensorName, Tensor | None], query: Tensor, key: Tensor, dout: Tensor | None
 ) -> dict[TensorName, Tensor]:
-    """The tensors to judge. Raises TypeError or ValueError for what is no answer to these inputs, whatever it holds."""
+    """The tensors to judge. Raises TypeError or ValueError for tensors that cannot be an answer to these inputs."""
     answer = {name: tensor for name, tensor in given.items() if tensor is not None}
     gradients = [name for name in GRADIENTS if name in answer]
     if gradients and dout is None:
@@ -242,7 +243,7 @@ def _checked_answer(
 
 
 def _hint(name: str, tensor: Tensor, shape: torch.Size) -> str:
-    """What may have been meant by another shape."""
+    """A hint at what the caller may have meant by another shape."""
     if tensor.ndim == 4 and tensor.transpose(1, 2).shape == shape:
         return f", that is {name}.transpose(1, 2)"
     if name == "lse" and tensor.ndim == 4 and tensor.shape[:3] == shape and tensor.shape[3] == 1:
@@ -278,7 +279,7 @@ def _problem(
     causal_alignment: Alignment,
     block_mask: Tensor | None,
 ) -> Problem:
-    """What the oracles are asked. Raises ValueError for a number that is not finite where it matters."""
+    """The problem that the oracles solve. Raises ValueError for a number that is not finite where it matters."""
     problem = Problem(
         query=query.detach(),
         key=key.detach(),
@@ -291,7 +292,8 @@ def _problem(
     named = {"query": problem.query, "key": problem.key, "value": problem.value, "dout": problem.dout}
     if bool(torch.stack([tensor.isfinite().all() for tensor in named.values()]).all()):
         return problem
-    # NaN and infinities in a key that no query sees, and in a query that sees no key, change nothing: read as 0.
+    # NaN and infinities in a key that no query sees, or in a query that sees no key, change nothing: they
+    # count as 0.
     sees, seen = _visibility(problem)
     used = {"query": sees, "key": seen, "value": seen, "dout": sees}
     for name, tensor in named.items():
@@ -307,7 +309,7 @@ def _problem(
 
 
 def _visibility(problem: Problem) -> tuple[Bool[Tensor, "batch heads queries"], Bool[Tensor, "batch kv_heads keys"]]:
-    """Which queries see a key, and which keys are seen by a query."""
+    """Which queries see a key, and which keys a query sees."""
     device, (batches, heads, queries, _) = problem.query.device, problem.query.shape
     sees = torch.zeros((batches, heads, queries), dtype=torch.bool, device=device)
     seen = torch.zeros(problem.key.shape[:3], dtype=torch.bool, device=device)
@@ -340,11 +342,11 @@ def _judge(problem: Problem, answer: dict[TensorName, Tensor], claim: Arithmetic
 
 
 def _exact(problem: Problem, claim: Arithmetic, *, backward: bool) -> Exact:
-    """What the answer is judged by, with certainty as in the suite, but that a GPU does not wait for balls."""
+    """The exact result and bound that judge the answer, certified as in the suite. A GPU does not wait for balls."""
     if problem.query.is_cuda:
         return judging.exact_of(problem, claim, backward=backward)
     if judging.is_certified(problem):
-        with torch.device("cpu"):  # whatever the caller's default is
+        with torch.device("cpu"):  # independent of the caller's default device
             enclosed = judging.enclose(problem, backward=backward)
         return judging.exact_of(problem, claim, enclosed, backward=backward)
     truth = judging.exact_of(problem, claim, backward=backward)
@@ -355,7 +357,7 @@ def _exact(problem: Problem, claim: Arithmetic, *, backward: bool) -> Exact:
 
 
 def _enclose_worst_row(problem: Problem, truth: Exact, failed: list[Judged], *, backward: bool) -> Exact:
-    """Before a kernel is said to be wrong, the oracle is held against a ball where it is furthest off."""
+    """Compares the oracle with a ball at the largest error, before a kernel is reported as wrong."""
     place = judging.worst_row(failed)
     return truth if place is None else _held_against_balls(problem, truth, *place[:2], [place[2]], backward=backward)
 

@@ -1,4 +1,4 @@
-"""Runs an implementation on a case and says what came of it: tensors, a refusal, or a fault."""
+"""Runs an implementation on a case. The outcome is an answer with tensors, a refusal, or a fault."""
 
 import math
 import os
@@ -32,7 +32,7 @@ Run = Callable[[Callable[..., object], tuple[Tensor, ...], dict[str, object]], o
 
 
 class Refused(Exception):
-    """A bare callable declined the case with a clear exception, at its call. Not a failure.
+    """A bare callable declined the case with a clear exception. This is not a failure.
 
     of_every_call: it would decline every case on this device in the same way.
     """
@@ -43,13 +43,13 @@ class Refused(Exception):
 
 
 class Withheld(Exception):
-    """The backward of a call was refused, since its tensors were changed after the forward. This is allowed."""
+    """The backward of a call was refused because its tensors changed after the forward. This is allowed."""
 
 
 class Fault(Exception):
-    """The implementation raised, or answered with something that is no answer. A result, not the end of the run.
+    """The implementation raised an exception or returned an invalid answer. This is a result; the run continues.
 
-    spoils: the process is of no further use, as after a CUDA error. of_every_call: every call would end like this.
+    spoils: the process is unusable from now on, as after a CUDA error. of_every_call: every call would end like this.
     """
 
     def __init__(self, said: str, *, spoils: bool = False, of_every_call: bool = False) -> None:
@@ -60,12 +60,12 @@ class Fault(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What an implementation returned, detached: lse only if it is claimed, gradients only if they were asked for."""
+    """The detached results of an implementation: lse and gradients only if the call asked for them."""
 
     tensors: dict[TensorName, Tensor]
     seconds: float
     has_gradient: bool = field(default=True)  # whether the output carried a gradient
-    changed: tuple[str, ...] = ()  # global state that the call changed, and that was put back
+    changed: tuple[str, ...] = ()  # global state that the call changed, and that was restored
 
     def __getitem__(self, name: TensorName) -> Tensor:
         return self.tensors[name]
@@ -75,9 +75,9 @@ class Answer:
 
 
 def arguments(case: Case, supports: Supports, inputs: Inputs) -> dict[str, object]:
-    """The keywords of the call: only those that the case needs, unless it wants all of them spelled out.
+    """The keywords of the call: only those that the case needs, unless the case spells out all of them.
 
-    So a kernel without a keyword is still run on the cases that do not need it.
+    So a kernel without a keyword still runs on the cases that do not need the keyword.
     """
     keywords: dict[str, object] = {}
     if case.spelled:
@@ -101,7 +101,7 @@ def arguments(case: Case, supports: Supports, inputs: Inputs) -> dict[str, objec
 
 
 def _neutral(supports: Supports) -> dict[str, object]:
-    """Keywords that change nothing, of those that are claimed."""
+    """The claimed keywords with values that change nothing."""
     known: dict[str, tuple[bool, object]] = {
         "is_causal": (bool(supports.causal), False),
         "causal_alignment": ("bottom_right" in supports.causal, "top_left"),
@@ -120,7 +120,7 @@ def asks_lse(case: Case, supports: Supports) -> bool:
 
 
 class Observer(Protocol):
-    """Is told when code of a kernel runs. A worker process reports it to the pool that watches the clock."""
+    """Is told when a kernel's code runs. A worker process reports this to the pool, which checks the time."""
 
     def given(self, case: Case) -> None:
         """The kernel is now called for this case."""
@@ -129,11 +129,11 @@ class Observer(Protocol):
         """The kernel has returned, or raised."""
 
     def spoilt(self) -> None:
-        """The process is of no further use, and its failure is recorded. A worker ends; the pool starts another one."""
+        """The process is unusable, and its failure is recorded. A worker ends; the pool starts another worker."""
 
 
 class Unobserved:
-    """The observer of a call that nobody watches."""
+    """The observer of a call that nobody observes."""
 
     def given(self, case: Case) -> None:
         """Does nothing."""
@@ -142,7 +142,7 @@ class Unobserved:
         """Does nothing."""
 
     def spoilt(self) -> None:
-        """Does nothing: the process goes on."""
+        """Does nothing: the process continues."""
 
 
 UNOBSERVED = Unobserved()
@@ -150,11 +150,11 @@ UNOBSERVED = Unobserved()
 
 @contextmanager
 def calling(case: Case, observer: Observer = UNOBSERVED) -> Generator[list[str], None, None]:
-    """While this is open, code of the implementation runs. Yields a list of the global state that it changed."""
+    """The context in which code of the implementation runs. Yields a list of the global state that the code changed."""
     observer.given(case)
     try:
         with warnings.catch_warnings():
-            # A warning is an error in this suite. A warning of a kernel says nothing about its arithmetic.
+            # Warnings are errors in this suite. A kernel's warning says nothing about its arithmetic.
             warnings.simplefilter("ignore")
             with left_alone() as changed:
                 yield changed
@@ -170,16 +170,16 @@ class Forward:
     observer: Observer
     case: Case
     inputs: Inputs
-    leaves: tuple[Tensor, ...]  # query, key, value, as they were given
-    before: dict[str, Tensor]  # the bytes of each input, before the call
-    tensors: dict[TensorName, Tensor]  # out and, where claimed, lse
+    leaves: tuple[Tensor, ...]  # query, key and value, as they were passed
+    before: dict[str, Tensor]  # the bytes of each input before the call
+    tensors: dict[TensorName, Tensor]  # out and, if the call asked for it, lse
     seconds: float
     changed: tuple[str, ...]
     carries_gradient: bool  # whether autograd can go back from the output
-    is_changed: bool = False  # its tensors, by the caller since
+    is_changed: bool = False  # whether the caller has changed its tensors since
 
     def renewed(self) -> "Forward":
-        """The same call, after the caller has changed its tensors: a backward may refuse them, and must not write."""
+        """The same call after the caller has changed its tensors. A backward may refuse, but must not write to them."""
         return replace(
             self,
             before={name: memory(tensor).clone() for name, tensor in _given(self.inputs).items()},
@@ -201,8 +201,8 @@ def attend(
 ) -> Answer:
     """Calls the implementation, and its backward if asked. Raises Refused or Fault.
 
-    A refusal is an exception of a kind that says "not this input" (`diagnosis.declines`), at the first call and of a
-    bare callable only. An implementation with claims has said what it takes.
+    A refusal is an exception of a kind that says "not this input" (`diagnosis.declines`). Only a bare callable may
+    refuse, and only a case that it has not answered before. An implementation with claims has stated what it takes.
     """
     about = _about(implementation, case, inputs, backward=backward)
     try:
@@ -217,17 +217,17 @@ def attend(
 
 
 def _about(implementation: Implementation, case: Case, inputs: Inputs, *, backward: bool) -> _About:
-    """What a kernel that answers it once must always answer: a call, whatever its values, and whatever ran before."""
+    """Identifies calls that a kernel must always answer after one answer, for all values and after all other calls."""
     strides = tuple(tensor.stride() for tensor in _given(inputs).values())
     call = "plain" if case.call in PLAIN_CALLS else case.call
     return implementation.name, replace(case, seed=0, call=call), strides, backward
 
 
-_answered: set[_About] = set()  # of an implementation, whatever the seed, with backward or without
+_answered: set[_About] = set()  # calls that an implementation answered, for any seed
 
 
 def answered_before(implementation: Implementation) -> Case | None:
-    """A case whose forward the implementation has answered in this process, called plainly. None if there is none."""
+    """A case whose plain forward the implementation has answered in this process. None if there is none."""
     found = (case for name, case, _, backward in _answered if name == implementation.name and not backward)
     return min((case for case in found if case.call == "plain"), key=str, default=None)
 
@@ -244,7 +244,7 @@ def forward(
 ) -> Forward:
     """Calls the implementation. Raises Refused or Fault.
 
-    wanted: the gradients that will be asked for. run: what makes the call, as one in another thread. leaves: the
+    wanted: the gradients that will be asked for. run: makes the call, for example in another thread. leaves: the
     tensors of an earlier call, if `inputs` are in their memory.
     """
     given = _given(inputs)
@@ -296,7 +296,7 @@ def forward(
 
 
 def _carries_gradient(out: Tensor) -> bool:
-    """An operator that has no formula for its gradient leaves a node that only warns."""
+    """Whether the output carries a gradient. An operator without a gradient formula has a node that only warns."""
     return out.requires_grad and out.grad_fn is not None and "NotImplemented" not in out.grad_fn.name()
 
 
@@ -309,12 +309,13 @@ def go_back(
     onto: bool = False,
     under: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Answer:
-    """The backward of a call, by autograd, of the inputs whose gradient is wanted. Raises Refused, Withheld or Fault.
+    """The backward of a call, by autograd, for the inputs whose gradient is wanted. Raises Refused, Withheld or Fault.
 
-    dout: the output gradient, if it is not the call's own. keep: the graph is kept for another backward, which a bare
-    callable may decline. plain: this follows its forward at once. If a bare callable declines that, it has no gradient
-    of the case. If it declines another backward alone, that is a fault, except for a NotImplementedError. onto: adds to
-    the `grad` of the inputs, as `Tensor.backward` does. under: what the backward stands in.
+    dout: the output gradient, if it is not the call's own. keep: keeps the graph for another backward, which a bare
+    callable may decline. plain: the backward follows its forward at once. A bare callable that declines a plain
+    backward has no gradient for the case. If it declines only another backward, that is a fault, except for a
+    NotImplementedError. onto: adds to the `grad` of the inputs, as `Tensor.backward` does. under: the context of the
+    backward.
     """
     wanted = [(name, leaf) for name, leaf in zip(GRADIENTS, call.leaves, strict=True) if leaf.requires_grad]
     given = call.inputs.dout if dout is None else dout
@@ -347,7 +348,7 @@ def go_back(
     seconds = call.seconds + time.perf_counter() - started
     tensors = dict(call.tensors)
     for (name, leaf), gradient in zip(wanted, gradients, strict=True):
-        # No gradient at all for an input is the same statement as a gradient of zero, and judged as such.
+        # A missing gradient means the same as a gradient of zero, and is judged as zero.
         tensors[name] = torch.zeros_like(leaf) if gradient is None else gradient
     _check_untouched(_given(call.inputs), call.before)
     return Answer(
@@ -356,7 +357,7 @@ def go_back(
 
 
 def _declines_backward(call: Forward) -> bool:
-    """Whether the backward of the same case is declined too when it follows its forward at once."""
+    """Whether the backward of the same case is also declined when it follows its forward at once."""
     try:
         attend(call.implementation, call.case, call.inputs, backward=True, observer=call.observer)
     except Refused:
@@ -371,7 +372,7 @@ def _given(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _poison_free_memory(inputs: Inputs) -> None:
-    """On a GPU, fills the memory with NaN in which an output or a buffer of sums is likely to be allocated.
+    """On a GPU, fills memory with NaN where an output or a buffer of sums is likely to be allocated.
 
     On a CPU, malloc of a worker does the same: sandbox/worker.py.
     """
@@ -394,7 +395,7 @@ def _check_untouched(given: dict[str, Tensor], before: dict[str, Tensor]) -> Non
     after = {name: memory(tensor) for name, tensor in given.items()}
     if not torch.stack(
         [(after[name] != before[name]).any() for name in given]
-    ).any():  # one answer to wait for, not four
+    ).any():  # one result to wait for, not one for each tensor
         return
     for name, tensor in given.items():
         now = after[name]
@@ -414,7 +415,7 @@ def _check_untouched(given: dict[str, Tensor], before: dict[str, Tensor]) -> Non
         raise Fault(f"the call changed its {name}")
 
 
-FORKED = 86  # the exit status of a second process that came back from a call
+FORKED = 86  # the exit status of a second process that returned from a call
 _forks = 0
 
 
@@ -428,7 +429,7 @@ os.register_at_fork(after_in_parent=_count_fork)
 
 @contextmanager
 def _one_process() -> Generator[None, None, None]:
-    """Only one process may come back from a call that forks. The second one would go on with the run; it ends here."""
+    """Ends a child process that returns from a call, which would continue the run. Raises Fault if there was one."""
     process, forks = os.getpid(), _forks
     try:
         yield
@@ -454,7 +455,7 @@ def _a_child_came_back(patience: float = 2.0) -> bool:
 
 
 def _failed_forward(error: BaseException, implementation: Implementation, inputs: Inputs) -> Refused | Fault:
-    """What came of a forward that raised: a refusal or a fault, and whether every call would end like this."""
+    """The outcome of a forward that raised: a refusal or a fault, and whether every call would end like this."""
     fault = _fault(f"forward raised {told(error)}", error, inputs)
     if fault.spoils:
         return fault
@@ -478,7 +479,7 @@ def _failed_forward(error: BaseException, implementation: Implementation, inputs
 
 
 def _outputs(returned: object, implementation: Implementation, case: Case, inputs: Inputs) -> dict[TensorName, Tensor]:
-    """Out, and lse if it is claimed. Raises Fault unless each is a tensor of the right shape, dtype and device."""
+    """Out, and lse if it was asked for. Raises Fault unless each is a tensor of the right shape, dtype and device."""
     supports = implementation.supports
     shape = (case.batch, case.heads, case.queries, case.dim)
     expected: dict[TensorName, tuple[tuple[int, ...], torch.dtype]] = {"out": (shape, inputs.query.dtype)}
@@ -508,9 +509,9 @@ def _outputs(returned: object, implementation: Implementation, case: Case, input
 
 
 def _fault(words: str, error: BaseException, inputs: Inputs) -> Fault:
-    """The fault of a call that raised. The device is asked whether it still works: an exception need not say so.
+    """The fault of a call that raised. It tests whether the device still works, since the exception may not say so.
 
-    After memory ran out, the process keeps what the others need.
+    After an out-of-memory error, the process keeps memory that other processes need, so it counts as spoilt.
     """
     try:
         _synchronise(inputs)
@@ -527,12 +528,12 @@ def _is_cuda_error(error: BaseException) -> bool:
 
 
 def _is_the_users(error: BaseException) -> bool:
-    """Ctrl-C, where it reaches this process; in one that ignores it a kernel raised it."""
+    """Whether the error is the user's Ctrl-C. In a process that ignores SIGINT, a kernel raised the error."""
     return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
 
 
 def _read_in_stream(returned: object) -> Tensor | None:
-    """On a GPU, what the caller's stream reads right after the call. The read also shows the error of a launch."""
+    """On a GPU, what the caller's stream reads right after the call. The read also reveals the error of a launch."""
     out = returned[0] if isinstance(returned, tuple) and returned else returned
     return (
         out.detach().clone(memory_format=torch.contiguous_format) if isinstance(out, Tensor) and out.is_cuda else None

@@ -1,7 +1,7 @@
 """Cases: the description of one input, and of how the kernel is called with it.
 
-A case prints as one line and is read back from it. `tensors.inputs` builds the tensors that it stands for. A case is a
-point in a space of factors: `space` names them, and draws from them.
+A case prints as one line, and `Case.parse` reads the line. `tensors.inputs` builds the tensors that a case describes. A
+case is a point in a space of factors: `space` names the factors, and draws cases from the space.
 """
 
 import re
@@ -110,7 +110,7 @@ CALLS: dict[Call, str] = {
     "autocast": "under torch.autocast",
 }
 WITHOUT_BACKWARD: tuple[Call, ...] = ("forward", "no_grad", "inference", "grown")
-# Plain calls, though others run before them.
+# Calls that are plain themselves, although other calls or backwards run before or after them.
 PLAIN_CALLS: tuple[Call, ...] = (
     "plain",
     "accumulated",
@@ -122,7 +122,7 @@ PLAIN_CALLS: tuple[Call, ...] = (
 )
 OF_DOUT: tuple[Layout, ...] = ("pooled", "summed")  # layouts that only an output gradient has
 
-TENSORS = ("q", "k", "v", "do")  # query, key, value and output gradient, as the words of a case name them
+TENSORS = ("q", "k", "v", "do")  # query, key, value and output gradient, as in the words of a case
 SHARED = {"dense": "qkv", "one-kv": "kv", "packed-kv": "kv", "one-qkv": "qkv", "packed": "qkv", "packed-heads": "qkv"}
 Layouts = tuple[Layout, Layout, Layout, Layout]
 Offsets = tuple[bool, bool, bool, bool]
@@ -130,11 +130,11 @@ Offsets = tuple[bool, bool, bool, bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One input, and how the kernel is called with it. `str(case)` is the line to copy, `Case.parse` reads it.
+    """One input, and how the kernel is called with it. `str(case)` is the line to copy, and `Case.parse` reads it.
 
-    magnitude multiplies the queries; in the families spike and rising it is the lift of scores. shift adds a constant
-    to every score, through one coordinate. layouts and offsets are of query, key, value and output gradient; a tensor
-    with an offset begins one element behind an address that vector loads ask for.
+    magnitude multiplies the queries; in the families spike and rising it is the lift of the scores. shift adds a
+    constant to every score, through one coordinate. layouts and offsets are those of query, key, value and output
+    gradient; a tensor with an offset begins one element after an address that is aligned for vector loads.
     """
 
     batch: int = 1
@@ -151,7 +151,7 @@ class Case:
     magnitude: float = 1.0
     shift: float = 0.0
     scale: float | None = None
-    number: Number = "float"  # what the scale is given as
+    number: Number = "float"  # the type in which the scale is given
     dropout: float = 0.0
     values: Values = "normal"
     douts: Douts = "normal"
@@ -159,9 +159,9 @@ class Case:
     offsets: Offsets = (False, False, False, False)
     sharing: Sharing = "apart"
     call: Call = "plain"
-    wanted: Wanted = "all"  # the gradients that are asked for
-    lse: bool = True  # whether the LSE is asked for, where it is claimed
-    spelled: bool = False  # whether keywords are given that change nothing
+    wanted: Wanted = "all"  # the gradients that the case asks for
+    lse: bool = True  # whether the case asks for the LSE, if the LSE is claimed
+    spelled: bool = False  # whether the call spells out keywords that change nothing
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -185,7 +185,7 @@ class Case:
             raise ValueError(f"sharing: {self.sharing} needs {lacking}")
 
     def _lacking_to_share(self) -> str:
-        """What the way in which tensors share memory needs and the case does not have; else empty."""
+        """What the sharing of memory needs and the case does not have; an empty string if nothing is missing."""
         shared = SHARED.get(self.sharing, "")
         for tensor in shared:
             place = TENSORS.index(tensor)
@@ -223,22 +223,22 @@ class Case:
 
     @property
     def numbers(self) -> int:
-        """How many its four tensors hold."""
+        """The number of elements of the four tensors."""
         return 2 * self.batch * self.dim * (self.heads * self.queries + self.kv_heads * self.keys)
 
     @property
     def backward(self) -> bool:
-        """Whether it is called with a backward."""
+        """Whether the case has a backward."""
         return self.call not in WITHOUT_BACKWARD
 
     @property
     def is_one_memory(self) -> bool:
-        """Whether several entries of its tensors are one, so that none of them can be changed alone."""
+        """Whether several elements of a tensor are one element of memory, so that none of them can change alone."""
         return bool({"expanded", *OF_DOUT} & set(self.layouts)) or self.sharing.startswith("one-")
 
     @classmethod
     def parse(cls, line: str) -> "Case":
-        """Reads the line of a case. Words may stand in any order, and what is left out has its default.
+        """Reads the line of a case. The words may be in any order, and a missing word means the default.
 
         Raises ValueError, which names the word.
         """
@@ -260,14 +260,14 @@ class Case:
 
 
 def _by_tensor(words: Sequence[str]) -> list[str]:
-    """A word for each tensor that has one, or one word if it is the same for all."""
+    """A word for each tensor that has one, or a single word if all tensors have the same."""
     if len(set(words)) == 1:
         return [words[0]] if words[0] else []
     return [f"{tensor}.{word}" for tensor, word in zip(TENSORS, words, strict=True) if word]
 
 
 def _digits(number: float) -> str:
-    """The shortest digits that read back as the same number."""
+    """The shortest digits that parse to the same number."""
     return repr(number).removesuffix(".0")
 
 
@@ -292,7 +292,7 @@ _SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "dim")
 
 
 def _words() -> dict[str, dict[str, object]]:
-    """What each word without a number says."""
+    """The fields that each word without a number sets."""
     found: dict[str, dict[str, object]] = {"nolse": {"lse": False}, "spelled": {"spelled": True}}
     kinds = {"dtype": Dtype, "mask": Masking, "family": Family, "sharing": Sharing, "call": Call}
     found |= {word: {field: word} for field, kind in kinds.items() for word in get_args(kind)}
@@ -327,7 +327,7 @@ def _parse_word(word: str) -> dict[str, object]:
 
 
 def not_claimed(case: Case, supports: Supports) -> str | None:
-    """Why a claim leaves this case out, or None when it covers it."""
+    """The feature of a case that a claim does not cover, or None if the claim covers the case."""
     packed = case.sharing == "dense" or case.sharing.startswith("packed")
     strided = next((layout for layout in case.layouts if layout != "contiguous"), case.sharing if packed else "")
     rules = (

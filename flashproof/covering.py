@@ -1,8 +1,9 @@
-"""Covering arrays: few rows in which every pair of levels stands together, and as many triples as the rows can hold.
+"""Covering arrays: few rows that contain every pair of levels, and as many triples as the rows can hold.
 
-The greedy construction of AETG (Cohen, Dalal, Fredman and Patton, IEEE Trans. Softw. Eng. 23(7), 1997) with
-constraints: each row begins with a pair that no row has yet, and takes level after level the one that completes most
-new pairs, then most new triples. There is no random number, so an array is the same on every machine.
+The construction is the greedy one of AETG (Cohen, Dalal, Fredman and Patton, IEEE Trans. Softw. Eng. 23(7), 1997) with
+constraints. Each row starts with a pair that no row contains yet. Then it takes, one at a time, the level that
+completes most new pairs, and among equals most new triples. The construction uses no random numbers, so an array is the
+same on every machine.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,37 +12,38 @@ from itertools import combinations, permutations
 
 import numpy as np
 
-Row = tuple[int, ...]  # the number of a level for each factor
+Row = tuple[int, ...]  # for each factor, the number of its level
 Partial = Sequence[int]  # the same, with -1 for a factor that has no level yet
-# Whether some row with these levels may stand in an array. The second argument is the factor whose level is new, where
-# all others are known to be allowed, or None.
+# Whether some row with these levels is allowed in an array. The second argument is the factor whose level is new, if
+# the other levels are already known to be allowed. Otherwise it is None.
 Allowed = Callable[[Partial, int | None], bool]
 OPEN = -1
-_TRIES = 6  # of a row that ends in a dead end
-_PAIR = 1e6  # what a new pair counts for, in new triples: more than all triples of a row
+_TRIES = 6  # attempts to build a row, each of which may reach a dead end
+_PAIR = 1e6  # the value of a new pair, in new triples: more than all triples of a row
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """How many of the pairs, or triples, that are possible stand in some row."""
+    """The number of pairs, or triples, that are possible, and the number that some row contains."""
 
     covered: int
     possible: int
 
     @property
     def share(self) -> float:
-        """Between 0 and 1."""
+        """The covered share, between 0 and 1."""
         return self.covered / self.possible if self.possible else 1.0
 
 
 class Covering:
-    """The pairs and triples of levels that are possible, and which of them stand in a row by now.
+    """The pairs and triples of levels that are possible, and which of them some row already contains.
 
-    sizes: how many levels each factor has. Level 0 of a factor is its plain one. allowed: whether a part of a row may
-    stand. A pair or triple that no row can hold, though it is allowed by itself, is found out and counts as impossible.
-    weights: of a factor; a triple counts for the product of its three. costs: of the levels of each factor, in new
-    triples; a level that costs is taken where a pair needs it, or many triples. hiding: the levels of each factor that
-    hide faults of others. A row with such a level completes no pair or triple without it.
+    sizes: the number of levels of each factor. Level 0 of a factor is its plain level. allowed: whether a part of a row
+    is allowed. If an allowed pair or triple fits in no row, `next_row` finds this out and counts it as impossible.
+    weights: the weight of each factor; a triple counts for the product of its three weights. costs: the costs of each
+    factor's levels, in new triples. A level with a cost is taken where a pair or many triples need it. hiding: for each
+    factor, whether its levels hide faults of other levels. A row with such a level completes only pairs and triples
+    that contain that level.
     """
 
     def __init__(
@@ -63,13 +65,14 @@ class Covering:
         self.forgotten: list[list[int]] = []  # pairs and triples that were found to be impossible
         self.open_pairs = self.pairs.copy()
         self.open_triples = self.triples.copy()
-        self._open = np.zeros(len(self.factor), dtype=int)  # the open triples of each level
+        self._open = np.zeros(len(self.factor), dtype=int)  # the number of open triples of each level
         self._count(range(len(self.factor)))
-        # The number of rows that have a level. Of two levels that complete as much, the rarer one is taken.
+        # The number of rows that contain each level. Of two levels with equal gain, the construction takes the rarer
+        # one.
         self.used = np.zeros(len(self.factor))
         self._costs = np.zeros(len(self.factor)) if costs is None else np.concatenate(costs)
         self._hiding = np.zeros(len(self.factor), dtype=bool) if hiding is None else np.concatenate(hiding)
-        # These costs make plain levels the first choice. Other levels follow in their order.
+        # These costs make the plain levels the first choice. The other levels follow in their order.
         self._plainly = 1e9 * (np.arange(len(self.factor)) - self.starts[self.factor])
 
     def _row(self, *levels: int) -> list[int]:
@@ -89,11 +92,11 @@ class Covering:
         return found
 
     def _possible_triples(self) -> np.ndarray:
-        """The triples whose pairs are possible. A few of them are impossible; `next_row` finds them."""
+        """The triples whose pairs are possible. A few of these triples are impossible; `next_row` finds them."""
         return self.pairs[:, :, None] & self.pairs[:, None, :] & self.pairs[None, :, :]
 
     def next_row(self) -> Row | None:
-        """A row that completes a pair, or if there is none left, a triple; None if nothing is left to complete."""
+        """A new row that completes a pair, or a triple if no pair is open. None if nothing is left to complete."""
         while (wanted := self._wanted()) is not None:
             row = self._completed(wanted) if self.allowed(self._row(*wanted), None) else None
             if row is not None and self._completes(row):
@@ -102,7 +105,7 @@ class Covering:
         return None
 
     def _wanted(self) -> list[int] | None:
-        """A pair that no row has yet, or else a triple. None if there is none."""
+        """A pair that no row contains yet, or else a triple. None if both are complete."""
         if self.open_pairs.any():
             left = self.open_pairs.sum(axis=1)
             one = int(left.argmax())
@@ -114,7 +117,7 @@ class Covering:
         return [one, *divmod(int(self.open_triples[one].argmax()), len(self.factor))]
 
     def add(self, row: Row) -> Row:
-        """Counts what a row completes. The row may come from elsewhere."""
+        """Marks what a row completes, and returns the row. The row may come from elsewhere."""
         self._close(row, self.open_pairs, self.open_triples)
         self._count(self._numbers(row))
         self.used[self._numbers(row)] += 1.0
@@ -123,19 +126,20 @@ class Covering:
     def _count(self, levels: Sequence[int]) -> None:
         """Counts the open triples of each of these levels again.
 
-        To count one plane after the other takes a twentieth of the time of a sum over two axes.
+        Counting one plane after another takes a twentieth of the time of a sum over two axes.
         """
         for level in levels:
             self._open[level] = np.count_nonzero(self.open_triples[level])
 
     def _numbers(self, row: Row) -> list[int]:
-        """The numbers of its levels among all levels."""
+        """The numbers of a row's levels among all levels."""
         return [int(self.starts[factor]) + level for factor, level in enumerate(row)]
 
     def _places(self, row: Row, size: int) -> list[list[int]]:
-        """The levels that can stand in each place of the pairs, or triples, that a row completes.
+        """For each place of a pair, or of a triple, the levels that a row can complete there.
 
-        The row completes what has all of its hiding levels, and any of its levels in the other places.
+        The row completes only pairs or triples that contain all of its hiding levels. Any of its levels fits in the
+        other places.
         """
         levels = self._numbers(row)
         hiding = [level for level in levels if self._hiding[level]]
@@ -144,19 +148,19 @@ class Covering:
         return [*([level] for level in hiding), *[levels] * (size - len(hiding))]
 
     def _completes(self, row: Row) -> bool:
-        """Whether a row holds an open pair or triple."""
+        """Whether a row contains an open pair or triple."""
         found = ((self.open_pairs, 2), (self.open_triples, 3))
         return any(bool(left[np.ix_(*self._places(row, size))].any()) for left, size in found)
 
     def _close(self, row: Row, pairs: np.ndarray, triples: np.ndarray) -> None:
-        """Takes what a row completes out of open pairs and triples."""
+        """Removes what a row completes from the open pairs and triples."""
         for found, size in ((pairs, 2), (triples, 3)):
             places = self._places(row, size)
             for order in permutations(range(size)):
                 found[np.ix_(*(places[place] for place in order))] = False
 
     def completed(self, rows: Sequence[Row]) -> tuple[int, int]:
-        """How many open pairs and triples these rows hold. They stay open."""
+        """The number of open pairs and of open triples that these rows contain. They stay open."""
         pairs, triples = self.open_pairs.copy(), self.open_triples.copy()
         for row in rows:
             self._close(row, pairs, triples)
@@ -173,9 +177,9 @@ class Covering:
         self._count(levels)
 
     def _completed(self, chosen: list[int]) -> Row | None:
-        """A row with these levels that completes much; None if there is no row with them.
+        """A row with these levels that completes much. None if no row with these levels was found.
 
-        At a dead end, the factor that no level was left for gets its level first in the next try.
+        After a dead end, the factor for which no level was left gets its level first in the next attempt.
         """
         first: list[int] = []
         while len(first) < _TRIES:
@@ -188,14 +192,14 @@ class Covering:
         return self._greedy(chosen, first, self._plainly)[0]
 
     def _greedy(self, chosen: list[int], first: list[int], cost: np.ndarray) -> tuple[Row | None, int]:
-        """Takes the level that completes most, less its cost, until each factor has one.
+        """Takes the level with the largest gain less its cost, until each factor has a level.
 
-        first: factors that get a level before the others. Returns None and the factor that has no level left at a dead
-        end.
+        first: factors that get a level before the others. At a dead end, the function returns None and the factor for
+        which no level is left.
         """
         row = self._row(*chosen)
         gain = np.zeros(len(self.factor))
-        worth_so_far = 0.0  # what the row completes by now; a hiding level would take it away
+        worth_so_far = 0.0  # the gain of the row so far; a hiding level would remove it
         possible = np.ones(len(self.factor), dtype=bool)
         taken: list[int] = []
         for level in chosen:
@@ -221,7 +225,7 @@ class Covering:
         return tuple(row), OPEN
 
     def _take(self, level: int, taken: list[int], gain: np.ndarray, possible: np.ndarray) -> None:
-        """Counts what each level would complete together with this one and those that are taken."""
+        """Updates the gains: what each level would complete together with this level and the levels taken before."""
         with_it = self.open_triples[:, level]
         before = [other for other in taken if self._hiding[other]]
         if before:
@@ -230,7 +234,7 @@ class Covering:
             triples = with_it[:, taken].astype(np.float32) @ self._weight[taken] * self._weight[level]
         if not before and not self._hiding[level]:
             gain += _PAIR * self.open_pairs[:, level] + triples
-        elif not before:  # nothing counts any more but what is with this level
+        elif not before:  # from now on, only pairs and triples that contain this level count
             gain[:] = _PAIR * self.open_pairs[:, level] + triples
         elif len(before) == 1 and not self._hiding[level]:
             gain += triples
@@ -243,12 +247,12 @@ class Covering:
 
     @property
     def possible_pairs(self) -> int:
-        """How many there are."""
+        """The number of possible pairs."""
         return int(self.pairs.sum()) // 2
 
     @property
     def coverage(self) -> tuple[Coverage, Coverage]:
-        """Of pairs and of triples."""
+        """The coverage of pairs and of triples."""
         pairs, triples = self.possible_pairs, int(np.count_nonzero(self.triples)) // 6
         return (
             Coverage(pairs - int(np.count_nonzero(self.open_pairs)) // 2, pairs),

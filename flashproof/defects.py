@@ -1,17 +1,17 @@
-"""Known defects: what is known to fail, and is expected to.
+"""Known defects: failures that are known and expected.
 
-A file of them is a list of tables:
+A file of known defects is a list of tables:
 
     [[defect]]
-    implementation = "mine.py:attention"        # as a run names it
+    implementation = "mine.py:attention"        # the name in a run
     device = "cpu"
     dtypes = ["float16"]
     checks = ["contract/autocast"]               # `flashproof list --checks` lists the names
     seen = "autocast is not supported"
     link = "https://..."                        # where it is reported, or why it is accepted
 
-Every field is required. One more may follow: the levels of the cases that fail, where others of the check pass
-(docs/checks.md has the factors and their levels). With it, "*" stands for every check:
+Every field is required. One further field is optional: the levels of the cases that fail, if other cases of the check
+pass (docs/checks.md lists the factors and their levels). With this field, "*" stands for every check:
 
     checks = ["*"]
     where = {batch = "over 65535 with heads", mask = ["causal", "causal-br"]}
@@ -35,7 +35,7 @@ from flashproof.reports.record import LAYERS
 from flashproof.space import FACTORS, levels
 
 LISTS = ("dtypes", "checks")
-ALIKE = 0.8  # of two names, the share of letters that makes one a misspelling of the other
+ALIKE = 0.8  # the share of equal letters above which one name is a misspelling of another
 WHERE, EVERY = "where", "*"
 TEXTS = ("implementation", "device", "seen", "link")
 
@@ -54,7 +54,7 @@ class Defect:
     where: tuple[tuple[str, tuple[str, ...]], ...] = ()  # factors, and their levels in the cases that fail
 
     def is_of(self, case: Case) -> bool:
-        """Whether a case is one of those that fail."""
+        """Whether the defect applies to a case."""
         found = levels(case)
         return all(found[factor] in known for factor, known in self.where)
 
@@ -62,8 +62,8 @@ class Defect:
 def read(path: Path) -> list[Defect]:
     """The entries of a file.
 
-    Raises OSError for a file that cannot be read, and ValueError for one that is no list of defects, and for a field
-    that is missing, unknown or of the wrong type. The error names the file, the entry and the field.
+    Raises OSError for a file that cannot be read. Raises ValueError for a file that is no list of defects, and for a
+    field that is missing, unknown or of the wrong type. The error names the file, the entry and the field.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}; write one, or take the key out")
@@ -78,7 +78,7 @@ def read(path: Path) -> list[Defect]:
 
 
 def check_names(defects: list[Defect]) -> None:
-    """Raises ValueError, which names the entry, for a check or an implementation that is misspelt."""
+    """Raises ValueError, which names the entry, for a misspelt check or implementation."""
     for defect in defects:
         for check in defect.checks:
             if check != EVERY or not defect.where:
@@ -87,7 +87,7 @@ def check_names(defects: list[Defect]) -> None:
 
 
 def _entry(entry: object, place: str) -> Defect:
-    """An entry that was read, in the types of `Defect`."""
+    """Converts an entry of a file to a `Defect`."""
     fields: dict[str, object] = entry if isinstance(entry, dict) else {}
     known = (*TEXTS[:2], *LISTS, *TEXTS[2:])
     for name in fields:
@@ -138,7 +138,7 @@ def _check_one_of(word: str, known: tuple[str, ...], field: str) -> None:
 
 
 def _check_name(check: str, field: str) -> None:
-    """A name that is not of flashproof may be of a check of the project's own, unless it is much like one."""
+    """Raises ValueError for a misspelt check. An unknown name may be one of the project's own checks."""
     layer, _, name = check.partition("/")
     near = [known for known in checks() if difflib.SequenceMatcher(None, known.partition("/")[2], name).ratio() > ALIKE]
     if check not in checks() and (near or layer not in LAYERS or not name):
@@ -147,7 +147,7 @@ def _check_name(check: str, field: str) -> None:
 
 
 def _check_implementation(name: str, field: str) -> None:
-    """Reads a file without importing it: its code is not run for an entry that this run may not need."""
+    """Raises ValueError for a misspelt implementation. It parses a file instead of importing it: no code runs."""
     place, _, attribute = name.rpartition(":")
     if not loading.is_external(name) or not place:
         if name not in catalogue.CATALOGUE:
@@ -162,14 +162,14 @@ def _check_implementation(name: str, field: str) -> None:
     path = Path(place)
     if not path.is_file():
         raise ValueError(f"{field}: there is no file {place!r}; give a path from the working folder")
-    with suppress(SyntaxError, UnicodeDecodeError):  # the run says so, if it verifies that file
+    with suppress(SyntaxError, UnicodeDecodeError):  # the run reports this if it verifies that file
         names = _names(ast.parse(path.read_text(encoding="utf-8")))
         if names and attribute.partition(".")[0] not in names:
             raise ValueError(f"{field}: {place} does not define {attribute!r}{close(attribute, sorted(names))}")
 
 
 def _names(module: ast.Module) -> set[str]:
-    """The names that a module may define. Empty if it imports names that cannot be seen."""
+    """The names that a module may define. Empty if the module imports unknown names by a star."""
     found: set[str] = set()
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

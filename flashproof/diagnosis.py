@@ -1,7 +1,7 @@
-"""What a call that brought no answer says of the function itself: whether it declined, and whether every call ends so.
+"""Examines calls without an answer: whether the function declined, and whether every call would end the same way.
 
-A function that returns a pair, works on NumPy arrays or needs a device that is not there answers no case. A run says so
-once, with what would do, and leaves its other checks out.
+A function that returns a pair, works on NumPy arrays or needs a missing device answers no case. A run reports this
+once, with advice, and leaves its other checks out.
 """
 
 import os
@@ -17,15 +17,15 @@ from torch import Tensor
 from flashproof import wrapping
 from flashproof.signatures import parameters_of
 
-# How a kernel words that it runs on a GPU alone, as PyTorch, Triton and their users do.
+# The words of errors from kernels that run only on a GPU, in PyTorch, in Triton and in code that uses them.
 GPU_ALONE = re.compile(r"cuda|nvidia|\bgpus?\b|active drivers|cpu tensor", re.IGNORECASE)
-SHOWN = 4  # elements of a tuple that are named
-_FOREIGN = re.compile(r"^<|site-packages|dist-packages|/lib/python")  # files of no user
-_OURS = (Path(__file__).parent, Path(__file__).parent / "impls")  # kernels of the catalogue stand in folders below
+SHOWN = 4  # the number of elements of a tuple that are named
+_FOREIGN = re.compile(r"^<|site-packages|dist-packages|/lib/python")  # files that do not belong to the user
+_OURS = (Path(__file__).parent, Path(__file__).parent / "impls")  # the catalogue's kernels are in subfolders of impls
 
 
 def said(error: BaseException) -> str:
-    """An exception in words: its type and its text, or the line that raised it where an assertion has no text."""
+    """An exception in words: its type and its text, or the line of an assertion without text."""
     text = " ".join(str(error).split())
     if not text and isinstance(error, AssertionError) and error.__traceback__:
         text = traceback.extract_tb(error.__traceback__)[-1].line or ""
@@ -39,7 +39,7 @@ def told(error: BaseException) -> str:
 
 
 def own_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame of an exception that is neither of a package, of Python's library, nor of flashproof."""
+    """The innermost frame of an exception outside installed packages, Python's library and flashproof."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [
         frame for frame in frames if not _FOREIGN.search(frame.filename) and Path(frame.filename).parent not in _OURS
@@ -48,30 +48,30 @@ def own_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def shown(path: Path | str) -> str:
-    """A path, from the working directory if it is in it or below it."""
+    """A path, relative to the working directory if it is inside that directory."""
     path = Path(os.path.abspath(path))
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def declines(error: BaseException) -> bool:
-    """Whether it is an error by which a call may be declined, if the device has survived it."""
+    """Whether a call may decline an input by this error, if the device survived it."""
     usual = isinstance(error, NotImplementedError | ValueError | TypeError | RuntimeError | AssertionError)
     return (usual or _is_of_triton(error)) and "can't allocate memory" not in str(error)
 
 
 def _is_of_triton(error: BaseException) -> bool:
-    """Whether Triton could not compile the kernel, or needs more of the device than there is. It need not be loaded."""
+    """Whether Triton failed to compile the kernel, or the device lacks resources. Triton need not be loaded."""
     kinds = [kind for kind in type(error).__mro__ if kind.__module__.partition(".")[0] == "triton"]
     return any(kind.__name__ in ("CompilationError", "OutOfResources") for kind in kinds)
 
 
 def needs_gpu(error: BaseException) -> bool:
-    """Whether a call with tensors on the CPU raised this because the function runs on a GPU alone."""
+    """Whether a call with tensors on the CPU raised this error because the function runs only on a GPU."""
     return GPU_ALONE.search(f"{said(error)} {error}") is not None
 
 
 def works_on_arrays(attention: Callable[..., object], query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether a function that fails on tensors answers NumPy arrays by an array. It is called."""
+    """Whether a function that fails on tensors answers NumPy arrays by an array. This calls the function."""
     if query.is_cuda:
         return False
     with suppress(Exception):
@@ -82,24 +82,24 @@ def works_on_arrays(attention: Callable[..., object], query: Tensor, key: Tensor
 
 
 def converting(attention: Callable[..., object], name: str) -> str:
-    """What would do in place of a function that works on NumPy arrays."""
+    """Advice for a function that works on NumPy arrays."""
     wrapper = wrapping.of_arrays(parameters_of(attention), name)
     return f"only its forward can be verified; {wrapping.advice(wrapper, name)}"
 
 
 def not_a_tensor(returned: object, attention: Callable[..., object], name: str) -> str:
-    """What the function of a name returned in place of a tensor, and what would do."""
+    """What the named function returned in place of a tensor, with advice."""
     words, parameters = f"{_kind(returned)}, not a tensor", parameters_of(attention)
     if isinstance(returned, numpy.ndarray):
         return f"{words}; {wrapping.advice(wrapping.to_array(parameters, name), name)}"
     if isinstance(returned, tuple) and returned and isinstance(returned[0], Tensor):
-        # A function with a parameter return_lse returns (out, lse) only where that is True.
+        # A function with a parameter return_lse returns (out, lse) only if that parameter is True.
         return f"{words}; {wrapping.advice(wrapping.first_of_tuple(parameters, name), name)}"
     return f"{words}; give a function that returns the output"
 
 
 def _kind(value: object) -> str:
-    """The type of a value, in words; of a tuple, those of its elements."""
+    """The type of a value, in words; for a tuple, the types of its elements."""
     if isinstance(value, tuple):
         kinds = ["None" if element is None else type(element).__name__ for element in value[:SHOWN]]
         return f"a tuple ({', '.join(kinds)}{', ...' if len(value) > SHOWN else ''})"

@@ -1,6 +1,6 @@
-"""Which cases a check runs: those of the covering array that are called in its way, or a few of its own.
+"""The cases of a check: those of the covering array with the check's way of calling, or a few cases of its own.
 
-A check that is about one property of attention names its cases beside it. All others draw from the space.
+A check of one property of attention lists its cases beside its code. All other checks take cases from the space.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from flashproof.space import Space
 Grid = Callable[[Space, Dtype], list[Case]]
 
 
-# Cases that failed once, of a kernel or of the suite. The search made them small. The array may lack what they have. A
-# new find is added here, without its dtype.
+# Cases that revealed a fault of a kernel or of the suite. The search made them small. The array may lack their
+# combination of levels. New finds are added here, without their dtype.
 PINNED = """
 b1 h2/1 q33 k33 d16 causal x4 expanded     # gradients summed in float16 underflow at every step; the bound said once
 b1 h1 q18 k18 d16 uniform                  # equal weights, equal gradients of keys: one sample of a bias
@@ -32,7 +32,7 @@ b1 h1 q70 k150 d64 causal-br shift-100     # the last tile is hidden from some r
 
 
 def called(call: Call) -> Grid:
-    """The cases of the array that call a kernel in this way. Plain calls have the pinned cases too."""
+    """The cases of the array that call a kernel in this way. Plain calls also have the pinned cases."""
 
     def of(space: Space, dtype: Dtype) -> list[Case]:
         pinned = _parsed(PINNED, dtype) if call == "plain" and space.room.pairs else ()
@@ -44,7 +44,7 @@ def called(call: Call) -> Grid:
 def where(holds: Callable[[Case], bool] = lambda case: True, *, most: int) -> Grid:
     """The first cases of the array that meet a condition, with a plain call and plain numbers.
 
-    For checks that change a tensor and compare two answers. holds: the condition. most: how many cases.
+    For checks that change a tensor and compare two answers. holds: the condition. most: the largest number of cases.
     """
 
     def of(space: Space, dtype: Dtype) -> list[Case]:
@@ -55,13 +55,13 @@ def where(holds: Callable[[Case], bool] = lambda case: True, *, most: int) -> Gr
 
 
 def _ordinary(case: Case) -> Case:
-    """The case, called plainly and with plain numbers."""
+    """The case with a plain call and plain numbers."""
     numbers = {"family": "normal", "values": "normal", "douts": "normal", "magnitude": 1.0, "shift": 0.0}
     return replace(case, call="plain", wanted="all", **numbers)  # type: ignore[arg-type]
 
 
 def lines(text: str, cuda: str = "") -> Grid:
-    """The same cases in every dtype, from lines without one, with comments behind a #. cuda: more of them on a GPU."""
+    """The same cases in every dtype, from lines without one. A # starts a comment. cuda: more lines for a GPU."""
     return lambda space, dtype: list(_parsed(text + cuda if space.device == "cuda" else text, dtype))
 
 
@@ -87,30 +87,30 @@ def magnitudes(space: Space, dtype: Dtype) -> list[Case]:
 
 
 def doubling(space: Space, dtype: Dtype) -> list[Case]:
-    """Doubling lengths of one head. One dtype stands for the others: what is held is the same tensors."""
+    """Doubling lengths of one head. One dtype represents all: a kernel holds the same tensors in each."""
     steps = (512, 1024, 2048, 4096, 8192, 16384) if dtype == ("float32" if space.device == "cpu" else "float16") else ()
     return [Case(heads=1, queries=length, dim=64, dtype=dtype, seed=9) for length in steps]
 
 
-# Where exponentials overflow and underflow: float32 above 88.7228, below -87.34 (normal) and -103.97 (subnormal); exp2
-# at 128 and 127; float16 above 11.09; the largest float16; and far out, where sentinels and unsubtracted maxima give
-# way.
+# Scores where exponentials overflow and underflow. exp in float32: above 88.7228, below -87.34 (normal) and -103.97
+# (subnormal). exp2: at 128 and 127. exp in float16: above 11.09. Also the largest float16, and far larger scores, where
+# sentinels and maxima that are not subtracted fail.
 _BELOW = (-2.5e5, -1e4, -104.0, -103.9, -87.4, -87.3)
 _ABOVE = (11.0, 11.1, 87.0, 88.0, 88.1, 88.7, 88.73, 89.0, 127.9, 128.1, 1e4, 65504.0, 2.5e5)
 LANDMARKS = (*_BELOW, 0.0, *_ABOVE)
-# Equal scores so large that half an ulp of one is beyond exp's range: a difference of two roundings is then infinite
-# (pytorch#121558). float16 holds no factors of such a product; on a GPU, the kernels that ship are known to have this
-# fault.
+# Equal scores so large that half an ulp of one is beyond exp's range. A difference of two roundings then gives infinity
+# (pytorch#121558). float16 cannot hold the factors of such a product. On a GPU, kernels in common use are known to have
+# this fault.
 HUGE = 1e10
 
 
 def shifted(space: Space, dtype: Dtype) -> list[Case]:
-    """Every score moved to a landmark: the exact output is that of the unshifted scores, up to rounding."""
+    """Every score shifted to a landmark. The exact output is that of the unshifted scores, up to rounding."""
     scores = (*LANDMARKS, HUGE, -HUGE) if space.device == "cpu" and dtype != "float16" else LANDMARKS
     return [Case(heads=1, queries=40, keys=70, dim=32, dtype=dtype, mask="causal", shift=x, seed=3) for x in scores]
 
 
 def spiked(space: Space, dtype: Dtype) -> list[Case]:
-    """One score of each row at a landmark, the others ordinary."""
+    """One score of each row at a landmark, and ordinary scores elsewhere."""
     one = Case(heads=1, queries=40, keys=70, dim=32, dtype=dtype, family="spike", seed=4)
     return [replace(one, magnitude=score) for score in LANDMARKS if score]

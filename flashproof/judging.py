@@ -20,28 +20,28 @@ from flashproof.oracles.problem import Problem
 from flashproof.reports.record import Certainty, Element, figure
 from flashproof.tensors import Inputs, inputs
 
-CERTIFIED_PRODUCTS = 2**16  # batch x heads x queries x keys x dim up to which every element is enclosed in a ball
+CERTIFIED_PRODUCTS = 2**16  # up to this batch x heads x queries x keys x dim, every element is enclosed in a ball
 FEWER_PRODUCTS = 2**12  # the same, in a thorough run
-CERTIFIED_HEADS = 64  # batch x heads up to which it is: a ball takes one head after another
-# From so many scores (batch x heads x queries x keys), the float64 oracle is computed on the kernel's own device.
+CERTIFIED_HEADS = 64  # up to this batch x heads too: balls take one head after another
+# From this number of scores (batch x heads x queries x keys), the kernel's own device computes the float64 oracle.
 SCORES_FOR_A_GPU = 2**21
 BY_ROWS: tuple[TensorName, ...] = ("out", "lse", "dq")  # tensors with a row for each query
-SAMPLED_FROM = 1024  # keys from which rows are sampled and enclosed beside the float64 oracle
+SAMPLED_FROM = 1024  # from this number of keys, some rows are also enclosed, beside the float64 oracle
 
 
 @dataclass(frozen=True, eq=False)
 class Exact:
-    """The exact result of a problem, what it may be off by, and the bound of one claim around it."""
+    """The exact result of a problem, the error of the oracle, and the bound of one claim."""
 
     answer: Attention
-    error: Attention  # of the oracle itself
+    error: Attention  # the error of the oracle itself
     bound: Attention
-    statistical: Attention  # the probabilistic bound without 16-bit casts: the unit, or a part, of the bias
-    gates: bool  # whether the probabilistic bound gates too
-    casts: list[Attention]  # what roundings to nearest, of weights and of the output in delta, do here
-    is_even: bool  # whether a right kernel makes errors of both signs, so that a bias is a fault
+    statistical: Attention  # the probabilistic bound without 16-bit casts: the unit of the bias, or a part of it
+    gates: bool  # whether the probabilistic bound decides too
+    casts: list[Attention]  # what roundings to nearest, of the weights and of the output in delta, cause here
+    is_even: bool  # whether a correct kernel makes errors of both signs, so that a bias is a fault
     certainty: Certainty
-    lost: Callable[[], Attention]  # what sums may lose to terms that are too small; added to the probabilistic bound
+    lost: Callable[[], Attention]  # what sums may lose to small terms; added to the probabilistic bound
 
     def on_cpu(self) -> "Exact":
         """The same, moved to the CPU."""
@@ -56,7 +56,7 @@ class Exact:
         )
 
     def times(self, factor: float) -> "Exact":
-        """Of results that are a multiple of these."""
+        """The same for results that are a multiple of these."""
 
         def multiple(answer: Attention) -> Attention:
             return _each(answer, lambda tensor: factor * tensor)
@@ -94,17 +94,17 @@ class Judged:
 
     @property
     def passed(self) -> bool:
-        """Inside the bound, in every form that gates, and not leaning."""
+        """Whether the tensor is inside every bound that decides, and without bias."""
         return self.worst_rho <= 1.0 and not (self.bias and self.bias.leans)
 
     @property
     def worst(self) -> verdict.Worst:
-        """The worst element by the bound whose rho is the larger."""
+        """The worst element by the bound with the larger rho."""
         is_statistical = self.statistical is not None and not self.rho.value >= self.statistical.value
         return self.statistical.worst if self.statistical is not None and is_statistical else self.rho.worst
 
     def figures(self, note: str = "") -> dict[str, object]:
-        """The fields of a record that say all this. note: of the worst element."""
+        """The fields of a record that state this verdict. note: about the worst element."""
         worst = self.worst
         return {
             "tensor": self.tensor,
@@ -127,7 +127,7 @@ class Judged:
 
 
 def exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
-    """What a case is judged by. Remembered, since every implementation and several checks ask for the same."""
+    """The exact result and bound that judge a case. They are cached, since many implementations and checks use them."""
     is_long = case.batch * case.heads * case.queries * case.keys >= SCORES_FOR_A_GPU
     about = (_of_numbers(case), arithmetic, device if is_long else "cpu")
     found = _remembered.pop(about, None) or _exact(*about)
@@ -137,12 +137,12 @@ def exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
     return found
 
 
-REMEMBERED = 2**22  # numbers of all cases whose exact results are remembered, at about 50 bytes each
+REMEMBERED = 2**22  # elements of all cases whose exact results are cached, at about 50 bytes each
 _remembered: dict[tuple[Case, Arithmetic, str], "Exact"] = {}
 
 
 def _of_numbers(case: Case) -> Case:
-    """The case that stands for all with the same exact result: called plainly or forward alone, in plain memory."""
+    """The representative of all cases with the same exact result: a plain or forward call, in plain memory."""
     expanding = ("expanded", *OF_DOUT)
     layouts = tuple(layout if layout in expanding else "contiguous" for layout in case.layouts)
     return replace(
@@ -161,9 +161,9 @@ def _of_numbers(case: Case) -> Case:
 def _exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
     """The exact result of a case and the bound of a claim.
 
-    Small problems are certified, others are float64's with its own bound, of long ones some rows are enclosed. The
-    result is on the CPU, whatever the device: that is where they are compared. Only long sequences are computed on a
-    GPU, since many processes share it and a small step waits longer for its turn than it takes.
+    Small problems are certified. For other problems, float64 computes the result, with its own bound, and in long ones
+    some rows are enclosed. The result is always on the CPU, where answers are compared. Only long sequences are
+    computed on a GPU: many processes share it, and a small step waits longer for its turn than it takes.
     """
     problem = inputs(case, device).problem(case)
     if is_certified(problem):
@@ -178,14 +178,14 @@ _certified = CERTIFIED_PRODUCTS
 def certify_fewer() -> None:
     """Encloses only the smallest problems from now on.
 
-    A thorough run has many thousands of small problems, and a ball takes five times as long as everything else.
+    A thorough run has many thousands of small problems, and their balls take five times as long as everything else.
     """
     global _certified  # noqa: PLW0603
     _certified = FEWER_PRODUCTS
 
 
 def is_certified(problem: Problem) -> bool:
-    """Whether a problem is so small that every element is enclosed in a ball."""
+    """Whether a problem is small enough to enclose every element in a ball."""
     batch, heads, queries, dim = problem.query.shape
     return batch * heads <= CERTIFIED_HEADS and batch * heads * queries * problem.key.shape[2] * dim <= _certified
 
@@ -197,10 +197,10 @@ def exact_of(
     *,
     backward: bool = True,
 ) -> Exact:
-    """The bound of a claim around the enclosed result, or around that of float64, which has a bound of its own.
+    """The bound of a claim around the enclosed result, or around the float64 result, which has a bound of its own.
 
-    It stays on the problem's device. enclosed: the exact result and what it may be off by, on the CPU. backward:
-    whether gradients are asked for; they are 0 otherwise.
+    The result stays on the problem's device. enclosed: the exact result and its radii, on the CPU. backward: whether
+    gradients are asked for; otherwise they are 0.
     """
     claim = bounds.Claim(arithmetic)
     claims = [claim, bounds.without_casts(claim)]
@@ -222,7 +222,7 @@ def exact_of(
         statistical,
         bounds.has_statistical_gate(problem, arithmetic),
         evaluation.casts_of(arithmetic),
-        # Products that are rounded to 16 bit: all scores near 10000 may be rounded in one direction.
+        # If products are rounded to 16 bit, all scores near 10000 may be rounded in one direction.
         arithmetic.products != "input",
         "certified" if enclosed else "bounded",
         cache(lambda: stagnation.lost(problem, backward=backward)),
@@ -233,9 +233,9 @@ _shared: Path | None = None
 
 
 def share(folder: Path) -> None:
-    """Names the folder in which the processes of a run leave one another the enclosures.
+    """Sets the folder through which the processes of a run share enclosures.
 
-    They take most of an oracle's time.
+    The enclosures take most of an oracle's time.
     """
     global _shared  # noqa: PLW0603
     _shared = folder
@@ -245,9 +245,9 @@ _asked: set[str] = set()
 
 
 def _is_first(question: str) -> bool:
-    """Whether no process of this run has asked this before.
+    """Whether no process of this run has asked this question before.
 
-    Each computes the same float64 answer, so one of them holds it against a ball.
+    All processes compute the same float64 result, so only one of them compares it with a ball.
     """
     if question in _asked:
         return False
@@ -263,7 +263,7 @@ def _is_first(question: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _enclosed(case: Case) -> tuple[Attention, Attention]:
-    """The exact result and what it may be off by, as one process of the run has enclosed them."""
+    """The exact result and its radii. The processes of a run share one enclosure."""
     path = _shared and _shared / f"{hashlib.sha256(str(case).encode()).hexdigest()}.pt"
     if path and path.exists():
         tensors = torch.load(path, weights_only=True)
@@ -272,12 +272,12 @@ def _enclosed(case: Case) -> tuple[Attention, Attention]:
     if path and path.parent.is_dir():
         half = path.with_suffix(f".{os.getpid()}")
         torch.save([getattr(part, name) for part in (mid, radius) for name in TENSORS], half)
-        half.replace(path)  # whole or not at all
+        half.replace(path)  # another process reads the whole file or none
     return mid, radius
 
 
 def enclose(problem: Problem, *, backward: bool = True) -> tuple[Attention, Attention]:
-    """The exact result, enclosed in balls, and their radii. On the CPU. backward: as of `exact_of`."""
+    """The exact result, enclosed in balls, and the radii, on the CPU. backward: as in `exact_of`."""
     enclosure = ball.attention(problem) if backward else ball.forward(problem)
     nothing = naive.empty_answer(problem)
     balls = [getattr(enclosure, name, ball.Ball(*[getattr(nothing, name).cpu()] * 2)) for name in TENSORS]
@@ -293,7 +293,7 @@ def _on_cpu(answer: Attention) -> Attention:
 
 
 def sampled_rows(length: int) -> list[int]:
-    """The rows of a long sequence that are enclosed: where tiles begin and end."""
+    """The rows of a long sequence that are enclosed: the rows where tiles begin and end."""
     return sorted({row for row in (0, 1, 63, 64, length // 2, length - 2, length - 1) if 0 <= row < length})
 
 
@@ -321,9 +321,9 @@ def check_rows(
 def judge(
     answer: Answer, case: Case, arithmetic: Arithmetic, names: tuple[TensorName, ...], given: Inputs | None = None
 ) -> list[Judged]:
-    """The verdict on each of the named tensors that the answer has.
+    """The verdict on each of the named tensors that the answer contains.
 
-    given: the tensors that it answered, where they are not the case's own.
+    given: the input tensors, if they are not the case's own.
     """
     truth = truth_of(answer, case, arithmetic, given)
     verdicts = [judge_tensor(answer[name].cpu(), name, truth) for name in names if name in answer]
@@ -333,17 +333,17 @@ def judge(
 
 
 def truth_of(answer: Answer, case: Case, arithmetic: Arithmetic, given: Inputs | None = None) -> Exact:
-    """What an answer is judged by, on the CPU. given: as of `judge`."""
+    """The exact result and bound that judge an answer, on the CPU. given: as in `judge`."""
     if given:
         return exact_of(given.problem(case), arithmetic, backward=case.backward).on_cpu()
     return exact(case, arithmetic, answer["out"].device.type)
 
 
 def _check_some_rows(verdicts: list[Judged], case: Case, truth: Exact) -> None:
-    """Holds the float64 oracle against balls in the head where the kernel is furthest off.
+    """Compares the float64 oracle with balls in the head with the kernel's largest error.
 
-    The rows are the one where it is furthest off, and those where tiles begin and end. A disagreement is a fault of the
-    suite and ends the run. Gradients of keys have no rows of their own to enclose.
+    The rows are the row with that error, and the rows where tiles begin and end. A disagreement is a fault of the suite
+    and ends the run. Gradients of keys and values have no rows of their own to enclose.
     """
     place = worst_row(verdicts)
     if place and _is_first(f"{case} at {place}"):
@@ -354,7 +354,7 @@ def _check_some_rows(verdicts: list[Judged], case: Case, truth: Exact) -> None:
 
 
 def worst_row(verdicts: Sequence[Judged]) -> tuple[int, int, int] | None:
-    """The batch, head and query where an answer is furthest off, of the tensors that have such rows."""
+    """The batch, head and query of an answer's largest error, among the tensors with a row for each query."""
     by_rows = [judged for judged in verdicts if judged.tensor in BY_ROWS]
     if not by_rows:
         return None
@@ -384,9 +384,9 @@ def judge_tensor(actual: Tensor, name: TensorName, truth: Exact) -> Judged:
 
 
 def describe(problem: Problem, index: tuple[int, ...]) -> str:
-    """In words, what the row of a query looks like: how many keys it sees, and how much the heaviest of them weighs.
+    """Describes the row of a query: the number of keys that it sees, and the largest weight.
 
-    index: batch, head, query and what follows, as of an element of out, lse or dq.
+    index: batch, head, query and further entries, as of an element of out, lse or dq.
     """
     batch, head, row = index[:3]
     query = problem.query[batch, head, row].to(torch.float64)

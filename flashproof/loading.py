@@ -1,4 +1,4 @@
-"""Loading: how a name becomes an implementation.
+"""Loading: turns a name into an implementation.
 
 A name is one of the catalogue, "package.module:attribute", "path/file.py:attribute" or "package.module.attribute".
 """
@@ -27,20 +27,18 @@ from flashproof.signatures import of_callable
 GLOB = "*?["
 SHOWN = 8  # names that an error lists
 FLASHPROOF = Path(__file__).parent
-GIVEN: dict[
-    str, object
-] = {}  # what a caller of `flashproof.verify` gave as an object, by the name that the run gives it
+GIVEN: dict[str, object] = {}  # the objects that callers of `flashproof.verify` gave, by their names in the run
 
 
 def is_external(name: str) -> bool:
-    """Whether a name is not one of the catalogue, nor a glob over it."""
+    """Whether a name is neither a name of the catalogue nor a glob over it."""
     return name not in catalogue.CATALOGUE and (":" in name or not any(letter in name for letter in GLOB))
 
 
 def spelled(name: str) -> str:
-    """One name for an attribute of a file, however its path is given. Other names as they stand.
+    """The canonical form of a file's attribute, for any form of its path. Other names are returned unchanged.
 
-    The path starts in the working directory if the file is in it or below it. "::" is taken for ":", as pytest has it.
+    The path is relative to the working directory if the file is inside it. "::" counts as ":", as in pytest.
     """
     name = name.strip().replace("::", ":")
     place, _, attribute = name.rpartition(":")
@@ -50,15 +48,15 @@ def spelled(name: str) -> str:
 
 
 def load(name: str) -> Implementation:
-    """The implementation that a name stands for.
+    """The implementation of a name.
 
-    An attribute that is an `Implementation` is taken as it is, if its claims can be read (`claims.check`). Any other
-    callable is verified for what its parameters name (`signatures.of_callable`). Every error says what was
-    given and what would do.
+    An attribute that is an `Implementation` is returned unchanged if its claims are valid (`claims.check`). Any other
+    callable is verified for what its parameters name (`signatures.of_callable`). Every error says what was given and
+    what to give instead.
 
-    Raises ImportError where a module is not installed (its `name` says which), FileNotFoundError, AttributeError,
-    TypeError for what is not an attention function, and ValueError for an unknown name, a claim that cannot be read
-    and code that fails while it is imported.
+    Raises ImportError for a module that is not installed (its `name` says which), FileNotFoundError, AttributeError,
+    TypeError for an object that is no attention function, and ValueError for an unknown name, an invalid claim, and
+    code that fails during its import.
     """
     if name in catalogue.CATALOGUE:
         return catalogue.load(name)
@@ -73,7 +71,7 @@ def load(name: str) -> Implementation:
 
 
 def make_importable(folder: str) -> None:
-    """Lets modules be imported from a folder, before those of any other."""
+    """Makes modules importable from a folder, before all other folders."""
     if folder not in sys.path and not (folder == os.getcwd() and "" in sys.path):
         sys.path.insert(0, folder)
         importlib.invalidate_caches()
@@ -100,7 +98,7 @@ def _find(name: str) -> object:
 
 
 def _without_colon(name: str) -> object:
-    """What "package.module.attribute" stands for. Raises for a name that lacks an attribute, or that nothing has."""
+    """The object of "package.module.attribute". Raises an error if the name has no attribute, or does not exist."""
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "__init__.py").is_file():
         raise ValueError(f"{name}: is a directory; {_in_directory(path)}")
@@ -144,17 +142,17 @@ def _near(attribute: str, place: object) -> list[str]:
 
 
 def _unknown(name: str, *, advice: str) -> str:
-    """The words of an error about a name that neither the catalogue nor a module has."""
+    """The error text for a name that exists neither in the catalogue nor as a module."""
     return f"{name}: the catalogue has no implementation of this name{close(name, catalogue.CATALOGUE)}; {advice}"
 
 
 def _no_attribute(contents: str) -> str:
-    """The words of an error about a module or a file that is named alone."""
+    """The error text for a module or a file without an attribute."""
     return f"names no attribute.{contents} {FORMS}" if contents else f"names no attribute; {FORMS}"
 
 
 def _defined(file: str) -> list[str]:
-    """The functions and names that a file defines, attention first. Empty for what is no file, or no Python."""
+    """The functions and names that a file defines, attention first. Empty for a missing file and for invalid Python."""
     try:
         tree = ast.parse(Path(file).read_text())
     except (OSError, SyntaxError, ValueError):
@@ -166,7 +164,7 @@ def _defined(file: str) -> list[str]:
 
 
 def _contents(file: str, folders: Iterable[str] = ()) -> str:
-    """What a file defines, and which modules the folders of its package hold, as a sentence; empty for nothing."""
+    """A sentence about what a file defines and which modules its package's folders contain; empty for nothing."""
     modules = [found.name for found in pkgutil.iter_modules(list(folders))]
     defines = f"It defines {_some(_defined(file))}; " if _defined(file) else ""
     holds = f"{'it' if defines else 'It'} holds the modules {_some(modules)}; " if modules else ""
@@ -182,7 +180,7 @@ def _some(names: list[str]) -> str:
 
 
 def _in_directory(folder: Path) -> str:
-    """What would do in place of a directory: one of its files, with an attribute."""
+    """Advice in place of a directory: one of its files, with an attribute."""
     files = sorted(path for path in folder.glob("*.py") if _defined(str(path)))
     example = files[0] if files else folder / "file.py"
     return f"name a file in it and an attribute, as '{shown(example)}:attention'"
@@ -192,7 +190,7 @@ def _in_directory(folder: Path) -> str:
 
 
 def _is_there(module: str) -> bool:
-    """Whether a module can be found. Its parents are imported."""
+    """Whether a module can be found. The call imports its parents."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
@@ -200,7 +198,7 @@ def _is_there(module: str) -> bool:
 
 
 def _module(place: str, name: str) -> ModuleType:
-    """The module of a name. The module of a file that has been imported under another name is not imported again."""
+    """The module of a name. A file that was imported under another name is not imported again."""
     with _importing(place, name):
         if place not in sys.modules and (origin := _origin(place)) and (loaded := _loaded(origin)):
             return loaded
@@ -208,7 +206,7 @@ def _module(place: str, name: str) -> ModuleType:
 
 
 def _origin(module: str) -> Path | None:
-    """The file that an import of this name would run. None if there is none, as of a builtin."""
+    """The file that an import of this name would run. None if there is no file, as for a builtin."""
     with suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(module)
         if spec is not None and spec.has_location and spec.origin is not None:
@@ -217,16 +215,16 @@ def _origin(module: str) -> Path | None:
 
 
 def _loaded(path: Path) -> ModuleType | None:
-    """The module of a file that has been imported."""
+    """The module of a file, if the file was imported."""
     return next((module for module in list(sys.modules.values()) if _is_of(module, path)), None)
 
 
 def _file(path: Path, name: str) -> ModuleType:
-    """The module of a file, which runs once, however many of its functions are asked for.
+    """The module of a file. The file runs once, even if several of its functions are loaded.
 
-    A file of a package is imported as a module of that package. A file that has been imported is not run again. Its
-    folder, or that of its package, is importable from then on, as for `python file.py`: before all others while the
-    file is imported, and behind them later.
+    A file of a package is imported as a module of that package. A file that was imported before is not run again. The
+    file's folder, or the folder of its package, stays importable, as for `python file.py`. During the import, this
+    folder comes before all other folders; later, it comes last.
     """
     path = path.expanduser().absolute()
     _check_file(path, name)
@@ -240,7 +238,7 @@ def _file(path: Path, name: str) -> ModuleType:
 
 @contextmanager
 def _first(folder: str) -> Generator[None]:
-    """While it is open, imports look into a folder first. Afterwards they look there last, if they did not before."""
+    """A context in which imports search a folder first. Afterwards they search a new folder last."""
     known = folder in sys.path
     sys.path.insert(0, folder)
     importlib.invalidate_caches()
@@ -253,9 +251,9 @@ def _first(folder: str) -> Generator[None]:
 
 
 def _module_name(path: Path, name: str) -> tuple[str, Path]:
-    """The name of a file as a module, and the folder that it is imported from, which holds its outermost package.
+    """The name of a file as a module, and the folder that contains its outermost package.
 
-    Raises ImportError if another package of this name is imported.
+    Raises ImportError if another package of this name was imported.
     """
     packages = {
         os.path.realpath(folder): package
@@ -263,7 +261,7 @@ def _module_name(path: Path, name: str) -> tuple[str, Path]:
         for folder in list(getattr(module, "__dict__", {}).get("__path__", ()))
         if isinstance(folder, str)
     }
-    # Parts of flashproof are links to folders, which it imports as its own.
+    # Parts of flashproof are links to folders, and flashproof imports these folders as its own packages.
     packages |= {os.path.realpath(folder): f"flashproof.{folder.name}" for folder in FLASHPROOF.iterdir()}
     parts, folder = [] if path.stem == "__init__" else [path.stem], path.parent
     while (folder / "__init__.py").is_file():
@@ -281,7 +279,7 @@ def _module_name(path: Path, name: str) -> tuple[str, Path]:
 
 
 def _is_of(module: ModuleType, path: Path) -> bool:
-    """Whether a module is that of a file."""
+    """Whether a module was loaded from a file."""
     file = getattr(module, "__dict__", {}).get("__file__")
     return isinstance(file, str) and file.endswith(path.name) and os.path.realpath(file) == os.path.realpath(path)
 
@@ -293,7 +291,7 @@ def _leads_to(module: str, path: Path) -> bool:
 
 
 def _alone(path: Path, name: str) -> ModuleType:
-    """Runs a file as a module whose name no other module has."""
+    """Runs a file as a module with a unique name."""
     unique = f"{path.stem}_{hashlib.sha256(f'{path} {path.stat().st_mtime_ns}'.encode()).hexdigest()[:12]}"
     if unique in sys.modules:
         return sys.modules[unique]
@@ -301,7 +299,7 @@ def _alone(path: Path, name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[unique] = module  # where dataclasses and pickle look for it
+    sys.modules[unique] = module  # where dataclasses and pickle search for it
     try:
         with _importing(str(path), name):
             spec.loader.exec_module(module)
@@ -312,7 +310,7 @@ def _alone(path: Path, name: str) -> ModuleType:
 
 
 def _check_file(path: Path, name: str) -> None:
-    """Raises an error that says what would do, for what is no file of Python."""
+    """Raises an error with advice if a path is not a Python file."""
     if path.is_dir():
         raise ValueError(f"{name}: is a directory; {_in_directory(path)}")
     if not path.is_file():
@@ -330,7 +328,7 @@ def _check_file(path: Path, name: str) -> None:
 
 @contextmanager
 def _importing(place: str, name: str) -> Generator[None]:
-    """Turns whatever ends an import into an error of `load`."""
+    """Turns every exception of an import into an error of `load`."""
     try:
         yield
     except KeyboardInterrupt:
@@ -348,14 +346,14 @@ def _importing(place: str, name: str) -> Generator[None]:
 
 
 def _in_src(module: str) -> str:
-    """How to make a module importable that src/ of the working directory holds; empty if it holds none."""
+    """Advice for a module that the working directory's src/ contains; empty if it does not."""
     place = Path("src", *module.split("."))
     found = next((path for path in (place, place.with_suffix(".py")) if path.exists()), None)
     return f"{found} is not importable yet; run `pip install -e .`, or set PYTHONPATH=src" if found and module else ""
 
 
 def _failed(name: str, error: BaseException) -> ValueError:
-    """Not an ImportError: a broken module must not pass for one that is not installed."""
+    """The error of code that fails. It is no ImportError, so that a broken module does not look uninstalled."""
     frame = own_frame(error)  # a syntax error names its own place
     where = f" ({shown(frame.filename)}, line {frame.lineno})" if frame else ""
     text = " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""Which processes run the checks: those of pytest-xdist, for the catalogue, or workers, for external kernels."""
+"""The processes that run checks: those of pytest-xdist for the catalogue, or workers for external kernels."""
 
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ from flashproof.session import POOL_SIZE, PoolRun, Session, left_by_a_crash, pro
 
 
 def choose(config: pytest.Config) -> None:
-    """Gives a run with an external kernel workers, as many as -n says. With -n 0 all of it runs in this process."""
+    """Gives a run with an external kernel as many workers as -n says. With -n 0, everything runs in this process."""
     options = config.option
     asked = getattr(options, "numprocesses", None)
     external = any(is_external(name) for name in options.flashproof_impl)
@@ -25,20 +25,21 @@ def choose(config: pytest.Config) -> None:
 
 
 def automatic(config: pytest.Config) -> int:
-    """What `-n auto` means: one process for each core.
+    """The number of processes of `-n auto`: one for each core.
 
-    None beside this one for a single case, and for benchmarks, which must have the machine to themselves.
+    It is 0 for single cases, and for benchmarks, which need the machine for themselves.
     """
     chosen = getattr(config.option, "flashproof_case", None)
     if config.getoption("benchmark_only", default=False) or chosen or config.option.collectonly:
         return 0
-    # Neighbours stay together, and share the exact results that a process remembers. On a GPU, `scheduling` deals.
+    # Neighbouring tests stay together and share the exact results that a process caches. On a GPU, `scheduling` assigns
+    # tests.
     config.option.dist = "worksteal"
     return processes()
 
 
 def run_in_workers(session: Session, tests: pytest.Session) -> bool | None:
-    """Runs the checks in workers, in a run that has them; in a worker that was spawned, serves the pool."""
+    """Runs the checks in workers if the run has workers. In a spawned worker, serves the pool."""
     if session.worker:
         session.worker.serve(tests)
         return True
@@ -47,7 +48,7 @@ def run_in_workers(session: Session, tests: pytest.Session) -> bool | None:
     spawns = torch.cuda.is_available() or session.config.option.flashproof_spawn
     checks = [item for item in tests.items if target_of(item) is not None]
     Pool(tests, checks, PoolRun(session), count=session.pool_size, spawns=spawns).run()
-    own = [item for item in tests.items if target_of(item) is None]  # tests of the project, where paths are given
+    own = [item for item in tests.items if target_of(item) is None]  # tests of the project, run if paths are given
     for item, following in pairwise([*own, None]):
         assert item
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -57,7 +58,7 @@ def run_in_workers(session: Session, tests: pytest.Session) -> bool | None:
 
 
 def complete_crash(session: Session, test: str, report: pytest.TestReport) -> None:
-    """A process of pytest-xdist died in a check. It has failed with all that its journal holds; the run goes on."""
+    """Completes the report of a check in which a process of pytest-xdist died, from the journal of the check."""
     found = left_by_a_crash(session, test)
     if not found:
         return

@@ -1,8 +1,8 @@
 """The pytest plugin: hooks only.
 
-pytest loads it wherever flashproof is installed. It does nothing, and loads neither PyTorch nor a kernel, unless
-`--impl` is given or a check is collected. Then it registers `Verification`, which holds the other hooks and the
-fixtures.
+pytest loads the plugin wherever flashproof is installed. The plugin does nothing, and loads neither PyTorch nor a
+kernel, unless `--impl` is given or a check is collected. Then it registers `Verification`, which contains the other
+hooks and the fixtures.
 """
 
 import argparse
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 PACKAGE = Path(__file__).parent
 TESTS = tuple({PACKAGE / "tests", (PACKAGE / "tests").resolve()})
 OPTION = "--impl"
-PLAIN_SUMMARY = "fE"  # pytest's -r where nobody gave it
-VERIFICATION = "flashproof-verification"  # the name of the plugin that is registered once there is something to verify
+PLAIN_SUMMARY = "fE"  # pytest's -r if nobody sets it
+VERIFICATION = "flashproof-verification"  # the plugin that is registered if there is something to verify
 
 
 # ------------------------------------------------------------------------------------------------- the command line
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Adds the options if they are used, since a project may have options of its own with these names."""
+    """Adds the options only if they are used, since a project may have its own options with these names."""
     config = pluginmanager.get_plugin("pytestconfig")
     given = [str(word) for word in config.invocation_params.args] if config else []
     if any(word.partition("=")[0] in (OPTION, "--help", "-h") for word in given):
@@ -74,13 +74,13 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="FEATURES",
         **many,
     )
-    # pytest has a --strict of its own.
+    # pytest has its own --strict.
     add("--strict-verdict", "fail if something could not be verified, and say what", action="store_true")
     add("--time-limit", "for one call of an external kernel, with its backward", metavar="SECONDS", type=_seconds)
     add("--records", "where the records go; then no report is written", metavar="FILE")
     add("--report", "where the report goes, instead of flashproof-report", metavar="DIR")
-    add("--spawn", argparse.SUPPRESS, action="store_true")  # start workers as where there is a GPU
-    add("--worker", argparse.SUPPRESS)  # this process is a worker of another one: sandbox/worker.py
+    add("--spawn", argparse.SUPPRESS, action="store_true")  # starts workers as on a machine with a GPU
+    add("--worker", argparse.SUPPRESS)  # this process is a worker of another process: sandbox/worker.py
 
 
 def _seconds(text: str) -> float:
@@ -88,21 +88,21 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not seconds > 0.0:  # NaN neither
+    if not seconds > 0.0:  # also for NaN
         raise argparse.ArgumentTypeError(f"{text!r} is no time; give a number of seconds above 0")
     return seconds
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
-    """Leaves the conftest files of the project out of a run that has no paths: its fixtures are not for the checks."""
+    """Leaves the project's conftest files out of a run without paths, since their fixtures are not for the checks."""
     known = early_config.known_args_namespace
     if getattr(known, "flashproof_impl", None) and not known.file_or_dir and not is_clone(early_config):
         known.noconftest = True
 
 
 def is_clone(config: pytest.Config) -> bool:
-    """Whether the run is one of a clone of flashproof."""
+    """Whether the run takes place in a clone of flashproof."""
     return config.rootpath / "flashproof" == PACKAGE
 
 
@@ -112,7 +112,7 @@ def is_asked_for(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object]:
-    """Gives a run with an external kernel workers in place of the processes of pytest-xdist, before that one looks."""
+    """Gives a run with an external kernel workers in place of pytest-xdist's processes, before pytest-xdist starts."""
     if is_asked_for(config):
         from flashproof.processes import choose
 
@@ -122,7 +122,7 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Says how many processes `-n auto` means."""
+    """The number of processes of `-n auto`."""
     if not is_asked_for(config) and not is_clone(config):
         return None
     from flashproof.processes import automatic
@@ -175,7 +175,7 @@ def pytest_collection(session: pytest.Session) -> bool | None:
 
 
 class CheckModule(pytest.Module):
-    """A module of flashproof's tests. It is imported by its one name, wherever it is collected from."""
+    """A module of flashproof's tests. It is imported under one name, wherever it is collected."""
 
     def _getobj(self) -> object:
         parts = self.path.with_suffix("").parts
@@ -183,12 +183,12 @@ class CheckModule(pytest.Module):
         return importlib.import_module(".".join(["flashproof", "tests", *parts[len(folders[0].parts) :]]))
 
     def funcnamefilter(self, name: str) -> bool:
-        """Whether a function is a test, whatever pattern the project has for its own."""
+        """Whether a function is a test, independent of the project's own pattern."""
         return name.startswith("test_")
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    """Takes the modules of flashproof's tests."""
+    """Makes the modules of flashproof's tests check modules."""
     if not any(module_path.is_relative_to(folder) for folder in TESTS):
         return None
     module: pytest.Module = CheckModule.from_parent(parent, path=module_path)
@@ -197,7 +197,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """Takes the folders of flashproof's tests: as packages, pytest would import them under a second name."""
+    """Collects the folders of flashproof's tests. As packages, pytest would import them under a second name."""
     if not any(path.is_relative_to(folder) for folder in TESTS):
         return None
     folder: pytest.Dir = pytest.Dir.from_parent(parent, path=path)
@@ -227,17 +227,17 @@ class Verification:
 
     @pytest.fixture
     def recorder(self, request: pytest.FixtureRequest) -> "Recorder":
-        """Where a check puts what it measured."""
+        """Records what a check measures."""
         from flashproof.subject import Recorder
 
         return Recorder(self.session.run, lambda record: self.session.attach(request.node, record))
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Names the marker of what runs on a GPU."""
+        """Registers the marker of tests that run on a GPU."""
         config.addinivalue_line("markers", "gpu: runs on a CUDA device")
 
     def pytest_unconfigure(self) -> None:
-        """Leaves nothing behind."""
+        """Ends the session."""
         self.session.end()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -256,7 +256,7 @@ class Verification:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Raises an error if -k left nothing of the run."""
+        """Raises an error if -k left no tests."""
         from flashproof.parametrizing import check_keyword
 
         if self.session.role == "main" and self.session.chosen is not None:
@@ -264,21 +264,21 @@ class Verification:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        """The same, where the processes of pytest-xdist collect."""
+        """Raises the same error if the processes of pytest-xdist collect."""
         from flashproof.parametrizing import check_keyword
 
         check_keyword(self.session, len(ids))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """Runs the checks in workers where there is an external kernel; in a worker, serves the pool."""
+        """Runs the checks in workers if there is an external kernel. In a worker, serves the pool."""
         from flashproof.processes import run_in_workers
 
         return run_in_workers(self.session, session)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Begins no further check once the time of a quick run is over."""
+        """Starts no further check after the end of a quick run's time."""
         from flashproof.registry import check_of
 
         check = check_of(getattr(item, "function", None))
@@ -289,7 +289,7 @@ class Verification:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Says what to do where a known defect is gone."""
+        """Adds advice if a known defect is gone."""
         report = yield
         if str(report.longrepr).startswith("[XPASS(strict)]"):
             report.longrepr = self.session.gone(item)
@@ -297,7 +297,7 @@ class Verification:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-        """Turns what a check found into its outcome."""
+        """Turns the findings of a check into its outcome."""
         from flashproof.subject import Subject, concluded
 
         subject = pyfuncitem.funcargs.get("subject")
@@ -308,7 +308,7 @@ class Verification:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Takes the records that a report brings; in a worker, sends the report on."""
+        """Takes the records of a report. In a worker, sends the report to the pool."""
         self.session.take_report(report)
 
     @pytest.hookimpl(optionalhook=True)
@@ -324,12 +324,12 @@ class Verification:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Tells a process of pytest-xdist the name of the run."""
+        """Sends the name of the run to a process of pytest-xdist."""
         node.workerinput["flashproof_run"] = self.session.run
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
-        """Takes what a process of pytest-xdist found not to be claimed."""
+        """Takes the absences that a process of pytest-xdist found."""
         self.session.take_absences(getattr(node, "workeroutput", {}).get("flashproof_absences", []))
 
     @pytest.hookimpl(optionalhook=True)
@@ -341,7 +341,7 @@ class Verification:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Writes the last records. A run that did not verify all that was selected is no success."""
+        """Writes the last records. A run that did not verify everything that was selected is no success."""
         from flashproof.summary import settle
 
         settle(self.session, session, exitstatus)
@@ -350,7 +350,7 @@ class Verification:
     def pytest_terminal_summary(
         self, terminalreporter: Any, exitstatus: int, config: pytest.Config
     ) -> Generator[None, None, None]:
-        """Tells the failures in flashproof's words, what was not verified, where the records are, and the verdict."""
+        """Prints failures in flashproof's form, what was not verified, where the records are, and the verdict."""
         from flashproof import summary
 
         session, option = self.session, config.option
@@ -361,8 +361,8 @@ class Verification:
             for line in lines:
                 terminalreporter.write_line(line.text, **({line.color: True} if line.color else {}))
 
-        # Failures are told once, in place of what pytest tells of each check, unless --tb asks for a style of pytest's.
-        # pytest tells those of the project's own tests, where it has any.
+        # Failures are printed once, in place of pytest's output for each check, unless --tb asks for a style of pytest.
+        # pytest prints the failures of the project's own tests, if there are any.
         failed = terminalreporter.stats.get("failed", [])
         before = list(failed), option.tbstyle, terminalreporter.reportchars
         if session.asked and option.tbstyle == "auto":

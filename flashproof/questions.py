@@ -1,7 +1,8 @@
-"""Which other question a wrong answer does answer: another scale, mask, layout, or order of the arguments.
+"""Finds the other question that a wrong answer is right for: another scale, mask, layout, or order of the arguments.
 
-Kernels and their callers take one question for another. The answer then is right, but for the wrong problem, and that
-says more than where it is wrong. The first failure of a check (`subject`) and `flashproof.judge` (`accuracy`) ask here.
+Kernels and their callers often confuse two questions. The answer is then right, but for the wrong problem. The name of
+that problem helps more than the place of an error. The first failure of a check (`subject`) and
+`flashproof.judge` (`accuracy`) use this module.
 """
 
 import math
@@ -20,23 +21,23 @@ from flashproof.oracles.problem import Problem
 from flashproof.reports import wording
 
 Transform = Callable[[Tensor], Tensor]
-_SAMPLE = 256  # queries from which another scale is estimated
-_STEPS = 6  # of that estimate
-_LEFT = 0.5  # of an error, at most, is left by what explains it: where a bound is wide, much is inside it by chance
-_FEW = 16  # elements: fewer may be multiples of the exact ones by chance
-_CLOSE = 1e-4  # a scale, or a factor, that is fitted to a wrong answer and nearer to the right one explains nothing
+_SAMPLE = 256  # queries that serve to estimate another scale
+_STEPS = 6  # steps of that estimate
+_LEFT = 0.5  # the share of an error that an explanation may leave; a wide bound holds much by chance
+_FEW = 16  # elements; fewer of them may be multiples of the exact ones by chance
+_CLOSE = 1e-4  # a fitted scale or factor that is closer than this to the right one explains nothing
 
 
 @dataclass(frozen=True, eq=False)
 class _Other:
-    """Another question than was asked: its problem, and where its answer stands in the tensors that were given."""
+    """Another question than the one asked: its problem, and how the tensors of the answer map to its tensors."""
 
     words: str
     problem: Problem
-    names: Mapping[TensorName, TensorName] = field(default_factory=dict)  # of a tensor that was given: what it is there
-    view: Transform = lambda tensor: tensor  # of a tensor that was given: as it is there
-    only: tuple[TensorName, ...] = TENSORS  # what can be compared
-    limit: float = 1.0  # of rho
+    names: Mapping[TensorName, TensorName] = field(default_factory=dict)  # other names of the answer's tensors
+    view: Transform = lambda tensor: tensor  # transforms a tensor of the answer into the other question's form
+    only: tuple[TensorName, ...] = TENSORS  # the tensors that can be compared
+    limit: float = 1.0  # the largest rho
 
 
 def answered(
@@ -46,16 +47,16 @@ def answered(
     truth: Exact,
     claim: Arithmetic,
 ) -> str:
-    """Which question the wrong tensors of an answer do answer: "this is the answer without the causal mask".
+    """The question that the wrong tensors of an answer are right for: "this is the answer without the causal mask".
 
-    judged: the verdicts on tensors of the answer, which stand on one device with the problem. truth: what they were
-    judged by. Empty where nothing failed or nothing is found. Among one key, there is no question.
+    judged: the verdicts on tensors of the answer, which are on the problem's device. truth: the exact result and bound
+    of these verdicts. Empty if nothing failed or nothing is found. With a single key, there is no other question.
     """
     wrong = [each for each in judged if not each.passed]
     failed = {name: answer[name] for name in TENSORS if any(each.tensor == name for each in wrong)}
     if not failed or problem.key.shape[2] == 1 or not all(map(_has_no_nan, failed.values())):
         return ""
-    # What is fitted to a wrong answer explains it only if it meets it much better.
+    # A question that is fitted to a wrong answer explains the answer only if it matches much better.
     limit = min(1.0, max(each.worst_rho for each in wrong) / 2.0)
     for other in _others(problem, answer, limit):
         if met := _met(other, failed, truth, claim):
@@ -68,7 +69,7 @@ def _has_no_nan(tensor: Tensor) -> bool:
 
 
 def _subject(met: list[TensorName], failed: Mapping[TensorName, Tensor], other: _Other) -> str:
-    """How the sentence begins: with the names of the tensors that are met, unless these are all that can be."""
+    """The start of the sentence: it names the tensors that match, unless all tensors that can be compared match."""
     if all(name in met for name in failed if name in other.only):
         return "this is"
     return _are(met)
@@ -81,10 +82,10 @@ def _are(names: Sequence[str]) -> str:
 
 
 def _met(other: _Other, failed: Mapping[TensorName, Tensor], truth: Exact, claim: Arithmetic) -> list[TensorName]:
-    """The wrong tensors that are inside the bounds of the other question. None are unless the first one is."""
+    """The wrong tensors that are inside the bounds of the other question. Empty if the first of them is outside."""
     asked = {name: _distance(tensor, getattr(truth.answer, name)) for name, tensor in failed.items()}
     names = [name for name in failed if name in other.only]
-    # Most other questions are not met by the first head already, which is known sooner.
+    # Most other questions already fail in the first head, which is faster to compute.
     for problem in (_of_one_key_head(other.problem), other.problem):
         if not names:
             return []
@@ -106,7 +107,7 @@ def _met(other: _Other, failed: Mapping[TensorName, Tensor], truth: Exact, claim
 
 
 def _distance(actual: Tensor, exact: Tensor) -> float:
-    """The root mean square of the errors of a tensor; inf if one is not finite."""
+    """The root mean square of a tensor's errors; inf if an error is not finite."""
     got = actual.to(exact.device, torch.float64)
     apart = torch.where(got == exact, 0.0, (got - exact).abs())
     return float(apart.square().mean().sqrt()) if bool(apart.isfinite().all()) else math.inf
@@ -126,13 +127,13 @@ def _of_one_key_head(problem: Problem) -> Problem:
 
 
 def _part(problem: Problem, name: TensorName, tensor: Tensor) -> Tensor:
-    """What of a tensor belongs to the heads of a problem."""
+    """The part of a tensor that belongs to the heads of a problem."""
     batch, heads = (problem.key if name in ("dk", "dv") else problem.query).shape[:2]
     return tensor[:batch, :heads]
 
 
 def _others(problem: Problem, answer: Mapping[TensorName, Tensor], limit: float) -> Iterator[_Other]:
-    """The questions that kernels and their callers take for the one that is asked."""
+    """The questions that kernels and their callers confuse with the one that is asked."""
     mask, (_, heads, queries, _) = problem.mask, problem.query.shape
     alignments: dict[Alignment, str] = {"top_left": "top left", "bottom_right": "bottom right"}
     if mask.causal:
@@ -143,7 +144,7 @@ def _others(problem: Problem, answer: Mapping[TensorName, Tensor], limit: float)
                 f"with the causal mask aligned at the {words}", replace(problem, mask=replace(mask, causal=causal))
             )
         if not mask.causal and queries == mask.keys:
-            break  # the two are one mask
+            break  # the two alignments are one mask
     if mask.blocks is not None:
         yield _Other("without the block mask", replace(problem, mask=replace(mask, blocks=None)))
     if problem.dropout.p:
@@ -173,7 +174,7 @@ def _other_scales(problem: Problem, answer: Mapping[TensorName, Tensor], limit: 
 
 
 def _other_layouts(problem: Problem) -> Iterator[_Other]:
-    """What lies in memory as [batch, length, heads, dim], and is not."""
+    """The questions for tensors that are read as [batch, length, heads, dim] by mistake."""
     (batch, heads, queries, dim), keys = problem.query.shape, problem.key.shape[2]
     if queries == 1 or problem.dropout.p or problem.mask.blocks is not None:
         return
@@ -202,10 +203,10 @@ def _other_layouts(problem: Problem) -> Iterator[_Other]:
 
 
 def _fitted_scale(problem: Problem, answer: Mapping[TensorName, Tensor]) -> float | None:
-    """The scale at which some rows of an output are best met; None where there is none, or no output.
+    """The scale that fits some rows of an output best. None if there is no such scale, or no output.
 
-    Gauss and Newton's method (Nocedal and Wright, Numerical Optimization, 10.3), by
-    d out / d scale = sum_j P_j (s_j - mean s) V_j, with s = Q K^T.
+    The method is Gauss-Newton (Nocedal and Wright, Numerical Optimization, 10.3), with
+    d out / d scale = sum_j P_j (s_j - mean s) V_j, where s = Q K^T.
     """
     if "out" not in answer or not bool(answer["out"].isfinite().all()) or problem.dropout.p:
         return None
@@ -224,7 +225,7 @@ def _fitted_scale(problem: Problem, answer: Mapping[TensorName, Tensor]) -> floa
 
 
 def _multiple(failed: Mapping[TensorName, Tensor], truth: Exact, limit: float) -> str:
-    """Which wrong tensors are multiples of the exact ones, as an lse to base 2, or a gradient without the scale."""
+    """The wrong tensors that are multiples of the exact ones, in words, such as an lse to base 2."""
     said: dict[str, list[str]] = {}
     for name, wrong in failed.items():
         exact = getattr(truth.answer, name)

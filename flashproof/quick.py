@@ -1,7 +1,7 @@
-"""What a quick run asks: the checks that find most wrong kernels, with the first of their cases, in a few seconds.
+"""A quick run: the checks that find most wrong kernels, with their first cases, in a few seconds.
 
-A quick run is no verification. It finds a wrong scale, a wrong mask, a tensor that is read by the strides of another
-one, gradients of zero, and sums of 16 bit. Of the faults that only one shape, length or call shows, it finds some.
+A quick run is no verification. It finds a wrong scale, a wrong mask, a tensor that is read with the strides of another
+tensor, gradients of zero, and 16-bit sums. It finds some of the faults that only one shape, length or call shows.
 """
 
 import os
@@ -12,10 +12,10 @@ from tempfile import NamedTemporaryFile
 
 from flashproof.cases import Case
 
-SECONDS = 5.0  # from the first check, after which no further case begins
+SECONDS = 5.0  # seconds from the first check; then no further case begins
 LATE = "the time of a quick run was over"
 
-# How many cases of each check, of each dtype; in the order in which a run takes the checks.
+# The number of cases of each check in each dtype, in the order in which a run takes the checks.
 CHECKS: dict[str, int] = {
     "gradients/backward": 6,
     "contract/answers": 2,
@@ -40,62 +40,62 @@ CHECKS: dict[str, int] = {
     "contract/accumulated": 2,
     "contract/threads": 1,
     "determinism/run_to_run": 1,
-    # The first call of this one imports Inductor, which takes a second.
+    # The first call of this check imports Inductor, which takes a second.
     "properties/allocated_memory": 1,
 }
 
 
-# These run whatever the time is, with one case at least: one check of each layer that finds most faults.
+# These checks run even after the end of the time, with at least one case. They find most faults of their layers.
 ALWAYS = (
     "gradients/backward",
     "contract/answers",
     "accuracy/forward",
     "properties/spread",
     "masks/hidden_keys_change_nothing",
-    "masks/memory_outside_changes_nothing",  # of a kernel without masks too
+    "masks/memory_outside_changes_nothing",  # also for a kernel without masks
     "stability/shifted_scores",
 )
 
 
 def place(check: str) -> int:
-    """The place of a check in the order of a quick run."""
+    """The position of a check in the order of a quick run."""
     return list(CHECKS).index(check)
 
 
 class Clock:
-    """The time that a quick run has. It begins with the first check of any of its processes.
+    """The time of a quick run. It starts with the first check of any of the run's processes.
 
-    What comes before is no time of the kernel's: imports, which take long on a machine that is busy.
+    It excludes the time before the first check, such as imports, which take long on a busy machine.
     """
 
     def __init__(self, path: Path) -> None:
-        """path: a file that the processes of the run share, for the end of the time."""
+        """path: a file in which the processes of the run share the end of the time."""
         self._path = path
         self._end: float | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether no further check, and no further case, is to begin."""
+        """Whether no further check, and no further case, may start."""
         if self._end is None:
             self._end = self._begin()
         return time.monotonic() > self._end
 
     def leaves_out(self, check: str) -> bool:
-        """Whether a check is not to begin."""
+        """Whether a check may not start."""
         return self.is_over and check not in ALWAYS
 
     def limited(self, cases: list[Case]) -> list[Case]:
-        """The cases, of which a check is given one at least and no more once the time is over."""
+        """The cases of a check: at least one, and no further one after the end of the time."""
         return _Limited(cases, self)
 
     def _begin(self) -> float:
-        """The end of the time: as the first process has set it."""
+        """The end of the time, as the first process has set it."""
         end = time.monotonic() + SECONDS
         with NamedTemporaryFile("w", dir=self._path.parent) as file:
             file.write(repr(end))
             file.flush()
             try:
-                os.link(file.name, self._path)  # appears with its content, once
+                os.link(file.name, self._path)  # the file appears once, with its content
             except FileExistsError:
                 return float(self._path.read_text())
         return end

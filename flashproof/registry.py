@@ -1,7 +1,7 @@
-"""Every check, once: the layer that it belongs to, the cases that it is given, and the claims that it needs.
+"""All checks: the layer of each, the cases that it receives, and the claims that it needs.
 
-A check is a function that takes a `Subject` and carries `@check(...)`. The pytest plugin, the reports and the mutants
-all read the checks from here.
+A check is a function that takes a `Subject` and has the decorator `@check(...)`. The pytest plugin, the reports and the
+mutants all take the checks from here.
 """
 
 import importlib
@@ -19,35 +19,35 @@ from flashproof.reports.record import LAYERS
 from flashproof.space import Space
 
 Function = TypeVar("Function", bound=Callable[..., None])
-ATTRIBUTE = "flashproof_check"  # where a function carries its Check
+ATTRIBUTE = "flashproof_check"  # the attribute of a function that holds its Check
 
 
 @dataclass(frozen=True)
 class Check:
-    """A function over a subject, and what a run needs to know to give it one."""
+    """A function of a subject, and what a run needs to know to call it."""
 
     function: Callable[..., None]
     layer: str
     grid: Grid
-    call: Call | None = None  # the way of calling whose cases it judges; None: it calls in its own way
+    call: Call | None = None  # the way of calling that it judges; None: it calls in its own way
     claims: tuple[str, ...] = ()  # fields of `Supports` that must hold
-    single: bool = True  # whether it accepts a case from the command line in place of those of its grid
+    single: bool = True  # whether it accepts a case from the command line in place of its grid's cases
     early: bool = False  # whether a run begins with it: it takes a second, and explains failures of later checks
 
     @property
     def name(self) -> str:
-        """ "accuracy/forward"."""
+        """The name of the check: "accuracy/forward"."""
         return f"{self.layer}/{self.function.__name__.removeprefix('test_')}"
 
     @property
     def says(self) -> str:
-        """The first paragraph of its docstring: what it asks of a kernel."""
+        """The first paragraph of the function's docstring: what the check asks of a kernel."""
         return " ".join((inspect.getdoc(self.function) or "").partition("\n\n")[0].split())
 
     def cases(self, implementation: Implementation, dtype: Dtype, space: Space) -> list[Case]:
-        """The cases of its grid that the implementation claims. Empty where a claim that the check needs is missing.
+        """The cases of the grid that the implementation claims. Empty if it lacks a claim that the check needs.
 
-        space: that of the implementation in a run.
+        space: the space of the implementation in a run.
         """
         supports = implementation.supports
         if dtype not in supports.dtypes or not all(getattr(supports, claim) for claim in self.claims):
@@ -56,7 +56,7 @@ class Check:
         return found if supports.backward else [_without_backward(case) for case in found]
 
     def of_line(self, case: Case) -> Case | None:
-        """What the check makes of a case from the command line. None if that names another way of calling."""
+        """The check's form of a case from the command line. None if the check's way of calling cannot take the case."""
         if self.call is None:
             return replace(case, call="plain", wanted="all")
         if case.call not in ("plain", self.call) or (self.call == "autocast" and case.dtype == "float32"):
@@ -79,10 +79,10 @@ def check(
     single: bool = True,
     early: bool = False,
 ) -> Callable[[Function], Function]:
-    """Makes a function `test_name(subject)` the check "layer/name". The fields of `Check` say what the arguments mean.
+    """Makes a function `test_name(subject)` the check "layer/name". The fields of `Check` explain the arguments.
 
-    Raises ValueError for a layer that does not exist, without a grid or a call, and for a function without a docstring:
-    reports explain a check by its first paragraph.
+    Raises ValueError for a layer that does not exist, for both or neither of a grid and a call, and for a function
+    without a docstring. Reports explain a check by the first paragraph of its docstring.
     """
     if layer not in LAYERS:
         raise ValueError(f"layer: {layer!r} does not exist; give one of {', '.join(LAYERS)}")
@@ -100,14 +100,14 @@ def check(
 
 
 def check_of(function: object) -> Check | None:
-    """The check that a function is, or None."""
+    """The check of a function, or None."""
     found = getattr(function, ATTRIBUTE, None)
     return found if isinstance(found, Check) else None
 
 
 @cache
 def files() -> tuple[str, ...]:
-    """The modules of `flashproof.tests` that hold checks, by layer."""
+    """The modules of `flashproof.tests` that contain checks, by layer."""
     modules: list[str] = []
     for layer in LAYERS:
         package = importlib.import_module(f"flashproof.tests.{layer}")
@@ -118,6 +118,6 @@ def files() -> tuple[str, ...]:
 
 @cache
 def checks() -> dict[str, Check]:
-    """Every check of flashproof by its name, in the order of layers and, within a layer, of files and lines."""
+    """Every check of flashproof by its name, in the order of layers, then of files, then of lines."""
     found = (check_of(member) for module in files() for member in vars(importlib.import_module(module)).values())
     return {check.name: check for check in found if check}

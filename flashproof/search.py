@@ -1,8 +1,8 @@
-"""How long Hypothesis searches: by default ten cases, always the same ones; four where a case takes seconds.
+"""The length of searches by Hypothesis: by default ten cases, always the same ones, or four if a case takes seconds.
 
-`--hypothesis-profile dev | ci | thorough` names a profile. `--search 5000`, `30s`, `10m` or `8h` sets the cases or the
-time of each search, and searches thoroughly. The first Ctrl-C then ends the searches in every process of the run, with
-what they have found. The second one ends the run.
+`--hypothesis-profile dev | ci | thorough` selects a profile. `--search 5000`, `30s`, `10m` or `8h` sets the number of
+cases or the time of each search, and selects new cases each time. The first Ctrl-C then ends the searches in every
+process of the run, and keeps what they found. The second Ctrl-C ends the run.
 """
 
 import re
@@ -22,10 +22,10 @@ from flashproof.cases import Case
 from flashproof.impls.spec import Dtype
 from flashproof.space import Space
 
-EXAMPLES = 10  # per search, implementation and dtype
-FEW_EXAMPLES = 4  # where each takes seconds, as in an interpreter, or where it is compiled
+EXAMPLES = 10  # for each search, implementation and dtype
+FEW_EXAMPLES = 4  # if a case takes seconds, as in an interpreter or with a compiler
 THOROUGH_EXAMPLES = 5000
-ROUND = 300  # cases of one Hypothesis run, of which a search by time makes as many as fit
+ROUND = 300  # cases of one Hypothesis run; a search by time makes as many runs as fit
 
 settings.register_profile("dev", max_examples=EXAMPLES)
 settings.register_profile("thorough", max_examples=THOROUGH_EXAMPLES)
@@ -34,7 +34,7 @@ PHASES = (
     Phase.generate,
     Phase.target,
     Phase.shrink,
-)  # to find out only whether there is a case that fails, the last is left out
+)  # without the last phase, a search tells only whether some case fails
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
@@ -43,14 +43,14 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 @dataclass(frozen=True)
 class Budget:
-    """What one search may take: so many cases, or so many seconds."""
+    """The limit of one search: a number of cases, or a number of seconds."""
 
     examples: int | None = None
     seconds: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Budget":
-        """Reads "5000", "30s", "10m" or "8h". Raises ValueError for anything else, and for nothing at all."""
+        """Parses "5000", "30s", "10m" or "8h". Raises ValueError for anything else, and for zero."""
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
         if not found or not float(found[1]) or (not found[2] and "." in found[1]):
             raise ValueError(f"{text!r} is no budget; give a number of cases like 5000, or a time like 30s, 10m or 8h")
@@ -58,19 +58,19 @@ class Budget:
 
 
 _asked: Budget | None = None
-_stop: Path | None = None  # all processes of a run see this file; once it is there, their searches end
-_is_main = True  # and the process that takes it away
+_stop: Path | None = None  # a file that all processes of a run see; once it exists, their searches end
+_is_main = True  # whether this process removes that file
 
 
 def begin(budget: Budget, run: str, *, is_main: bool) -> None:
-    """Sets what each search of this run may take. In the main process, the first Ctrl-C ends the searches."""
+    """Sets the limit of each search of this run. In the main process, the first Ctrl-C ends the searches."""
     global _asked, _stop, _is_main
     _asked, _stop, _is_main = budget, Path(tempfile.gettempdir()) / f"flashproof-{run}.stop", is_main
     signal.signal(signal.SIGINT, _end if is_main else signal.SIG_IGN)
 
 
 def end() -> None:
-    """Takes back what `begin` did."""
+    """Undoes what `begin` did."""
     global _asked, _stop  # noqa: PLW0603
     if _stop is not None and _is_main:
         _stop.unlink(missing_ok=True)
@@ -85,12 +85,12 @@ def _end(number: int, frame: object) -> None:
 
 
 def is_stopped() -> bool:
-    """Whether the searches of this run are to end."""
+    """Whether the searches of this run must end."""
     return _stop is not None and _stop.exists()
 
 
 def is_thorough() -> bool:
-    """Whether this run searches new cases, and longer ones, each time."""
+    """Whether the searches of this run try new cases each time, and more of them."""
     return _asked is not None or settings.get_current_profile_name() == "thorough"
 
 
@@ -101,7 +101,7 @@ def search(test: Test) -> Test:
 
 @st.composite
 def drawn(draw: st.DrawFn, space: Space, dtype: Dtype) -> Case:
-    """A case of the space. Its plain levels come first, so that a failure shrinks towards a plain case."""
+    """Draws a case of the space. Plain levels come first, so that a failure shrinks towards a plain case."""
     row = space.drawn(lambda levels: draw(st.sampled_from(levels)), dtype=dtype)
     hypothesis.assume(row is not None)
     assert row is not None
@@ -109,7 +109,7 @@ def drawn(draw: st.DrawFn, space: Space, dtype: Dtype) -> Case:
 
 
 class Search:
-    """One search: as many runs of Hypothesis as its budget allows."""
+    """One search: as many runs of Hypothesis as its limit allows."""
 
     def __init__(self, *, is_slow: bool = False) -> None:
         few = FEW_EXAMPLES if is_slow else EXAMPLES
@@ -119,14 +119,14 @@ class Search:
 
     @property
     def is_over(self) -> bool:
-        """Whether no further case is to be tried."""
+        """Whether no further case may be tried."""
         return is_stopped() or (self.deadline is not None and time.monotonic() > self.deadline)
 
     def decorated(self, test: Test) -> Test:
         """One run of Hypothesis.
 
-        It has no deadlines, since a first call may compile a kernel. It has no database, since an example of one kernel
-        would be replayed on the next; what is found is pinned as a line of a grid.
+        The run has no deadline, since a first call may compile a kernel. It has no database, since Hypothesis would
+        replay an example of one kernel on the next kernel. A failing case is pinned as a line of a grid instead.
         """
         return settings(
             max_examples=self.examples or ROUND,
@@ -139,7 +139,7 @@ class Search:
         )(test)
 
     def runs(self) -> Iterator[None]:
-        """As many runs as the budget allows: one, or one after the other until the time is over."""
+        """Yields once for each run that the limit allows: one run, or one after another until the end of the time."""
         yield
         while self.examples is None and not self.is_over:
             yield

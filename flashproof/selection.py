@@ -1,4 +1,4 @@
-"""What a run selects: implementations, dtypes, a device and cases; and which cases a check gives to a target."""
+"""The selection of a run: its implementations, dtypes, device and cases, and the cases of each check and target."""
 
 import copy
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ from flashproof.space import Effort, Space, space_of
 from flashproof.targets import Loaded, Target
 from flashproof.tensors import inputs
 
-BYTES_OF_A_NUMBER = 40  # while tensors are made: 64-bit random words, their sum, and the other tensors in float64
+BYTES_OF_A_NUMBER = 40  # during construction: 64-bit random words, their sum, and the other tensors in float64
 
 
 @dataclass(eq=False)
 class Selection:
-    """What the command line, or a caller, asks for. Raises ValueError and what `loading.load` raises."""
+    """The selection of a command line or a caller. Raises ValueError and what `loading.load` raises."""
 
-    names: list[str]  # as given: names, globs; empty for the whole catalogue
+    names: list[str]  # names and globs as given; empty for the whole catalogue
     dtypes: list[Dtype] = field(default_factory=lambda: list(DTYPES))
     device: Device | None = None
-    cases: list[Case] = field(default_factory=list)  # instead of those of the grids
+    cases: list[Case] = field(default_factory=list)  # cases that replace those of the grids
     by_name: bool = False  # whether tests were chosen by name
-    quick: bool = False  # whether a few checks and cases stand for all of them
-    thorough: bool = False  # whether there are as many cases as all triples of levels need
+    quick: bool = False  # whether a few checks and cases replace all of them
+    thorough: bool = False  # whether the run has as many cases as all triples of levels need
     loaded: list[Loaded] = field(init=False)
     targets: list[Target] = field(init=False)
 
@@ -42,11 +42,11 @@ class Selection:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing narrows what is verified of the implementations."""
+        """Whether no option narrows the verification of the implementations."""
         return not (self.cases or self.by_name or self.device or self.quick) and set(self.dtypes) == set(DTYPES)
 
     def whole(self) -> int:
-        """How many checks a run makes of the implementations that nothing narrows. Each dtype and device counts."""
+        """The number of checks of these implementations in a run that nothing narrows, for all dtypes and devices."""
         other = copy.copy(self)
         other.dtypes, other.device, other.cases, other.by_name, other.quick = list(DTYPES), None, [], False, False
         other.targets = [one for loaded in self.loaded for one in targets.targets_of(loaded, other.dtypes, None)]
@@ -59,12 +59,12 @@ class Selection:
         return [loaded.name for loaded in self.loaded if loaded.is_external]
 
     def space_of(self, target: Target, *, is_sketch: bool = False) -> Space:
-        """The space that a run draws the cases of a target from. The target has an implementation."""
+        """The space of a target's cases in this run. The target must have an implementation."""
         assert target.implementation is not None
         return self.space_of_loaded(target.implementation, target.device, is_sketch=is_sketch)
 
     def space_of_loaded(self, implementation: Implementation, device: Device, *, is_sketch: bool = False) -> Space:
-        """The same, of all dtypes together."""
+        """The space of an implementation on a device, for all selected dtypes."""
         effort: Effort = "quick" if self.quick else "thorough" if self.thorough else "default"
         return space_of(implementation, self.dtypes, device, effort=effort, is_sketch=is_sketch)
 
@@ -84,7 +84,7 @@ class Selection:
         return list(self._claimed[about])
 
     def covers(self, check: Check, target: Target) -> bool:
-        """Whether a check is run for a target: it claims what the check needs, and one of its cases at least."""
+        """Whether a run includes a check for a target: it claims what the check needs, and at least one case."""
         if target.implementation is None:
             return True
         if (self.cases and not check.single) or (self.quick and check.name not in quick.CHECKS):
@@ -98,7 +98,7 @@ class Selection:
 
 
 def parse_cases(lines: Sequence[str], dtypes: Sequence[Dtype]) -> list[Case]:
-    """Cases, from their lines. A line that names no dtype stands for a case in each of `dtypes`.
+    """The cases of some lines. A line without a dtype is a case in each of `dtypes`.
 
     Raises what `parse_case` raises.
     """
@@ -114,9 +114,10 @@ def parse_cases(lines: Sequence[str], dtypes: Sequence[Dtype]) -> list[Case]:
 
 
 def parse_case(line: str) -> Case:
-    """A case, from its line.
+    """The case of a line.
 
-    Raises ValueError for an unknown word, numbers that the dtype cannot hold, and tensors that the memory cannot hold.
+    Raises ValueError for an unknown word, for numbers that the dtype cannot hold, and for tensors that do not fit in
+    memory.
     """
     if not line.strip():
         raise ValueError("is empty; give a case, as a report prints it")

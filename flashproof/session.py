@@ -37,52 +37,52 @@ from flashproof.targets import Loaded, Target
 from flashproof.words import parse_device, parse_dtypes
 
 CATALOGUE_DEFECTS = Path(__file__).parent / "tests" / "known_defects.toml"
-TIME_LIMITS: dict[Device, float] = {"cpu": 30.0, "cuda": 120.0}  # a call may compile; the first has twice as long
-PROCESSES_ON_A_GPU = 16  # that share one GPU: they spend most of their time compiling kernels
+TIME_LIMITS: dict[Device, float] = {"cpu": 30.0, "cuda": 120.0}  # calls may compile; twice as long before one returns
+PROCESSES_ON_A_GPU = 16  # processes that share one GPU; they spend most of their time compiling kernels
 NOT_ANSWERED = "not run: {} answers no call"
 GRADIENTS = ("dq", "dk", "dv")
-ENDED_BY = "the check was ended by "  # how the words begin of a check that is itself at fault
+ENDED_BY = "the check was ended by "  # the start of the message of a check that is itself at fault
 OTHER_PLACE = "give another place by --report or --records, or in [tool.flashproof] of pyproject.toml"
 
-Role = Literal["main", "process", "worker"]  # a process of pytest-xdist; a worker of the pool
+Role = Literal["main", "process", "worker"]  # process: of pytest-xdist; worker: of the pool
 
 
 class Session:
-    """What a run knows in each of its processes."""
+    """The state of a run in one of its processes."""
 
     def __init__(self, config: pytest.Config) -> None:
-        """Raises pytest.UsageError, which names the option, for an option that cannot be understood."""
+        """Raises pytest.UsageError, which names the option, for an option that cannot be parsed."""
         self.config = config
         options = config.option
         sender: dict[str, str] | None = getattr(config, "workerinput", None)
         spawned: str | None = getattr(options, "flashproof_worker", None)
         self.role: Role = "process" if sender else "worker" if spawned else "main"
         self.run = sender["flashproof_run"] if sender else spawned.split(",")[3] if spawned else run_name()
-        self.shared = Path(tempfile.gettempdir()) / f"flashproof-{self.run}"  # what processes of a run share
+        self.shared = Path(tempfile.gettempdir()) / f"flashproof-{self.run}"  # the run's processes share it
         self.worker = Worker.spawned(spawned) if spawned else None
         self.journal = Journal(self.shared) if sender else None
         self.is_clone = config.rootpath / "flashproof" == Path(__file__).parent
         self.times: bool = config.getoption("benchmark_only", default=False)  # a run of benchmarks verifies nothing
-        self.shown: set[str] = set()  # implementations of which a failure was shown while the run goes on
+        self.shown: set[str] = set()  # implementations whose first failure was shown during the run
         self.written = 0
-        self.chosen: int | None = None  # tests that were collected, before -k; None where other processes collect
+        self.chosen: int | None = None  # tests collected before -k applies; None if other processes collect
         self.status: int | None = None  # the exit status, once the run has ended
-        self.others: set[str] = set()  # tests of the project, which run where paths are given
-        self.outcomes: Counter[str] = Counter()  # of the checks: passed, failed, known defect, skipped
-        self.reasons: Counter[str] = Counter()  # why checks were skipped
+        self.others: set[str] = set()  # tests of the project itself, which run if paths are given
+        self.outcomes: Counter[str] = Counter()  # of checks: passed, failed, known defect, skipped
+        self.reasons: Counter[str] = Counter()  # the reasons why checks were skipped
         self.failures: list[Judgement] = []
-        self.errors: list[str] = []  # of checks that ended otherwise than by a finding
+        self.errors: list[str] = []  # errors of checks that did not end with a finding
         self.passed: dict[str, int] = {}
-        self.passed_in: set[tuple[str, str]] = set()  # implementations and dtypes of which anything passed
-        self.with_gradient: set[tuple[str, str]] = set()  # those of which a gradient passed
+        self.passed_in: set[tuple[str, str]] = set()  # implementations and dtypes with any passed judgement
+        self.with_gradient: set[tuple[str, str]] = set()  # implementations and dtypes with a passed gradient
         self.without_gradient: dict[tuple[str, str], set[str]] = {}  # the cases in which they refused a backward
-        self.refused: dict[tuple[str, str], list[str]] = {}  # what an implementation said when it declined, by dtype
-        self.left_out: dict[tuple[str, Device], str] = {}  # implementations that answer no call there, and how it ends
-        self.found: dict[tuple[str, str], Judgement] = {}  # the worst that a search found, by dtype
+        self.refused: dict[tuple[str, str], list[str]] = {}  # messages of refusals, by implementation and dtype
+        self.left_out: dict[tuple[str, Device], str] = {}  # implementations that answer no call, and why
+        self.found: dict[tuple[str, str], Judgement] = {}  # the worst case of a search, by implementation and dtype
         with named("--require"):
             self.exercised = Exercised(exercised.parse(getattr(config.option, "flashproof_require", None) or []))
         self.strict = bool(getattr(config.option, "flashproof_strict_verdict", False))
-        self.listeners: list[Callable[[Record], None]] = []  # are told each record that is written
+        self.listeners: list[Callable[[Record], None]] = []  # functions that receive each record that is written
         self.command = ""  # what started the run, if not pytest
         with named("[tool.flashproof]"):
             self.settings = Settings.of(config.rootpath)
@@ -118,14 +118,14 @@ class Session:
                 raise ValueError(f"the case is in {others[0]}")
         with named("--device"):
             device = parse_device(getattr(self.config.option, "flashproof_device", None))
-        self.asked = bool(given("impl") or cases)  # a verification: the tests of the suite itself stay out
+        self.asked = bool(given("impl") or cases)  # a verification, which excludes the suite's own tests
         by_name = bool(self.config.getoption("keyword")) or any("::" in str(word) for word in self.config.args)
         is_quick = bool(getattr(self.config.option, "flashproof_quick", False)) and not cases
         is_thorough = bool(getattr(self.config.option, "flashproof_thorough", False))
         with named("--quick"):
             if is_quick and is_thorough:
                 raise ValueError("cannot be had together with --thorough; leave one of them out")
-        self.clock = quick.Clock(self.shared / "clock") if is_quick else None  # of a quick run
+        self.clock = quick.Clock(self.shared / "clock") if is_quick else None  # the clock of a quick run
         with named("--impl"):
             self.selection = Selection(given("impl"), dtypes, device, cases, by_name, is_quick, is_thorough)
         records = getattr(self.config.option, "flashproof_records", None)
@@ -133,12 +133,12 @@ class Session:
         folder = Path(report) / "runs" if report else self.settings.records
         with named("--records"):
             self.path = _writable(Path(records)) if records else folder / f"{self.run}.jsonl"
-        # Records that go to a place of their own become part of a report when somebody asks for it.
-        # A quick run would take as long again to write one.
+        # Records in a place of their own become part of a report only on request. In a quick run, writing a report
+        # would double the time.
         self.site = Path(report) if report else None if records or self.clock else self.settings.report
 
     def check_places(self) -> None:
-        """Raises pytest.UsageError if a file of the run cannot be written: before the run, not after it."""
+        """Raises pytest.UsageError before the run if a file of the run cannot be written."""
         for option, folder in (("--report", self.site), ("--records", self.path.parent)):
             with named(option):
                 _check_folder(folder or self.path.parent)
@@ -147,7 +147,7 @@ class Session:
                 _check_folder(Path(junit).parent, "give another file")
 
     def _make_report_folder(self) -> None:
-        """Makes the folder of the report, if it has the name that nobody chose, one that Git passes over."""
+        """Makes the report folder with a .gitignore, if the folder has the default name and does not exist."""
         folder = self.settings.report
         if folder.name == FOLDER and not folder.exists() and folder in (self.site, *self.path.parents):
             folder.mkdir(parents=True)
@@ -157,11 +157,11 @@ class Session:
 
     def begin(self) -> None:
         """Prepares this process."""
-        # The cases are small: a second thread waits more than it computes, and other processes use the cores better.
-        # NumPy's threads, which Triton's interpreter starts, wait by spinning.
+        # The cases are small. A second thread would mostly wait, and other processes use the cores better. NumPy's
+        # threads, which Triton's interpreter starts, spin while they wait.
         torch.set_num_threads(1)
         threadpool_limits(1, user_api="blas")
-        # torch.compile starts as many processes of its own as the machine has cores, for each process of the run.
+        # In each process of the run, torch.compile would start one more process for each core.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         share_triton_cache()
         judging.share(self.shared)
@@ -177,7 +177,7 @@ class Session:
                 search.begin(search.Budget.parse(budget), self.run, is_main=self.role == "main")
 
     def end(self) -> None:
-        """Leaves nothing behind."""
+        """Ends the search and removes the shared folder."""
         search.end()
         if self.role == "main":
             shutil.rmtree(self.shared, ignore_errors=True)
@@ -185,7 +185,7 @@ class Session:
     # ---------------------------------------------------------------------------------------------------- checks
 
     def subject(self, item: pytest.Item, target: Target) -> Subject:
-        """What a check is given."""
+        """The subject that a check receives."""
         check = check_of(getattr(item, "function", None))
         assert check is not None
         assert target.implementation is not None
@@ -207,11 +207,11 @@ class Session:
         )
 
     def defect(self, check: Check, target: Target) -> Defect | None:
-        """The known defect that a check finds in an implementation, whatever the cases."""
+        """The known defect of an implementation that a check finds in all cases."""
         return next((defect for defect in self._defects_of(check, target) if not defect.where), None)
 
     def _defects_of(self, check: Check, target: Target) -> list[Defect]:
-        """The known defects that a check may find in an implementation. A single case may well pass: it has none."""
+        """The known defects that a check may find in an implementation. None for single cases, which may well pass."""
         if self.selection.cases:
             return []
         about = (target.name, target.device)
@@ -224,7 +224,7 @@ class Session:
         ]
 
     def gone(self, item: pytest.Item) -> str:
-        """What to do about a known defect that a check no longer finds."""
+        """Advice about a known defect that a check no longer finds."""
         target, check = target_of(item), check_of(getattr(item, "function", None))
         defect = self.defect(check, target) if check and target else None
         if check is None or target is None or defect is None:
@@ -235,23 +235,23 @@ class Session:
         )
 
     def weight(self, item: pytest.Item) -> tuple[str | bool | int, ...]:
-        """The place of an item in the order of a run."""
+        """The sort key of an item in the order of a run."""
         target, check = target_of(item), check_of(getattr(item, "function", None))
         if target is None or check is None:
-            # Tests of the suite itself come first. Those that need a GPU are short and come last, apart from those
-            # that wait for kernels that hang.
+            # The suite's own tests come first. Those that need a GPU are short and come last, except those that wait
+            # for kernels that hang.
             is_short = item.get_closest_marker("gpu") is not None and item.path.parent.name != "sandbox"
             return (False, "last" if is_short else "", 0, "", 0)
         if self.clock:
             return (False, target.device, quick.place(check.name), target.dtype, 0)
-        # Checks of the array come before the others, which have less to do. An external kernel begins with the early
-        # ones, and has its dtypes in turn, since a fault may be one dtype's.
+        # Checks of the array come before other checks, which have less to do. With an external kernel, the early checks
+        # of a dtype come first, and the dtypes come one after another.
         place = (0 if check.early else 1) if self.uses_pool else (0 if check.call else 1)
         if target.device == "cpu" and not self.uses_pool:
-            # Those of one check and dtype stand together: a process remembers their exact results.
+            # The items of one check and dtype are adjacent, since a process caches their exact results.
             return (False, target.device, place, f"{check.name} {target.dtype}", 0)
-        # On a GPU, what takes longest comes first, and all checks of an implementation and dtype stand together. The
-        # fewer dtypes an implementation has, the more cases are there for each.
+        # On a GPU, the longest work comes first, and all checks of one implementation and dtype are adjacent. The fewer
+        # dtypes an implementation has, the more cases each dtype has.
         slow = target.implementation.slow(target.device) if target.implementation else None
         dtypes = len(target.implementation.supports.dtypes) if target.implementation else 0
         heavy = 10 * ("call", "shape", None, "tile").index(slow) + dtypes
@@ -259,19 +259,19 @@ class Session:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the run verifies all that its implementations claim: neither it nor pytest leaves anything out."""
+        """Whether the run verifies everything that its implementations claim, and no option leaves anything out."""
         options = ("markexpr", "deselect", "lf", "stepwise", "maxfail", "ignore", "ignore_glob")
         narrowed = any(self.config.getoption(name, default=None) for name in options)
         return self.asked and self.selection.is_whole and not (narrowed or self.has_paths or self.times)
 
     @property
     def has_paths(self) -> bool:
-        """Whether files or folders to collect were given."""
+        """Whether the command line names files or folders to collect."""
         return self.config.args_source is pytest.Config.ArgsSource.ARGS
 
     @property
     def orders(self) -> bool:
-        """Whether the run may put its tests in an order of its own. It leaves those of another project as they are."""
+        """Whether the run may reorder its tests. It does not reorder the tests of another project."""
         return self.asked or self.role == "worker" or self.is_clone
 
     @property
@@ -287,17 +287,17 @@ class Session:
     # ---------------------------------------------------------------------------------------------------- records
 
     def attach(self, item: pytest.Item, record: Record) -> None:
-        """Sends a record of an item on its way to the file of the run, which the main process writes."""
+        """Sends a record of an item towards the file of the run, which the main process writes."""
         line = msgspec.json.encode(record).decode()
         if self.journal:
             self.journal.record(line)
         if self.worker:
-            self.worker.record(line)  # at once: the next call may be its last
+            self.worker.record(line)  # at once, since the next call may end the process
         else:
-            item.user_properties.append(("flashproof", line))  # pytest-xdist takes them to the main process
+            item.user_properties.append(("flashproof", line))  # pytest-xdist sends them to the main process
 
     def record(self, record: Record) -> None:
-        """Writes a record, behind the environment that the file begins with."""
+        """Writes a record. The first one follows a record of the environment."""
         if not self.written:
             self._make_report_folder()
             append(self.path, environment(self.run, whole=self.is_whole, command=self.command))
@@ -317,7 +317,7 @@ class Session:
         if record.status == "failed":
             self.failures.append(record)
         if record.of_every_call and not self.passed.get(record.implementation):
-            # A refusal is of one device; a function that returns no tensor does so on any.
+            # A refusal applies to one device. A function that returns no tensor does so on every device.
             for device in (record.device,) if record.status == "refused" else get_args(Device):
                 self.left_out.setdefault((record.implementation, device), record.message)
         if record.status == "refused":
@@ -331,7 +331,7 @@ class Session:
                 self.found[record.implementation, record.dtype] = record
 
     def take_report(self, report: pytest.TestReport) -> None:
-        """Writes the records that pytest's report of a check brings. A worker sends the report to the pool."""
+        """Writes the records that pytest's report of a check contains. A worker sends the report to the pool."""
         if self.worker:
             hook = self.config.hook
             self.worker.report(hook.pytest_report_to_serializable(config=self.config, report=report))
@@ -341,7 +341,7 @@ class Session:
             for name, text in report.user_properties:
                 if name == "flashproof":
                     self.record(_decoder.decode(str(text)))
-        # Nobody else needs them: pytest's JUnit XML would hold them.
+        # Nothing else needs these records, and pytest's JUnit XML would contain them.
         report.user_properties = [(name, text) for name, text in report.user_properties if name != "flashproof"]
         if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
             self._count(report)
@@ -359,14 +359,14 @@ class Session:
             self.errors.append(report.longreprtext)
 
     def _is_told(self, report: pytest.TestReport) -> bool:
-        """Whether a finding tells why a check failed."""
+        """Whether a finding explains the failure of a check."""
         told = [one for one in self.failures if not one.message.startswith(ENDED_BY)]
         found = {(one.check.partition("/")[2], one.implementation, one.dtype) for one in told}
         return any(f"test_{check}[{name}-{dtype}-" in report.nodeid for check, name, dtype in found)
 
     @contextmanager
     def journalled(self, test: str, subject: Subject) -> Generator[None]:
-        """Keeps a journal of a check while it runs, where a crash would end the process."""
+        """Keeps a journal while a check runs, in a process that a crash would end."""
         if self.journal:
             self.journal.begin(test, subject.unfinished())
         try:
@@ -376,14 +376,14 @@ class Session:
                 self.journal.end()
 
     def take_absences(self, lines: list[str]) -> None:
-        """Takes what a process of pytest-xdist found not to be claimed: only those processes collect."""
+        """Adds the absences that a process of pytest-xdist found. Only these processes collect."""
         for line in lines:
             absence = _decoder.decode(line)
             if isinstance(absence, Absence) and absence not in self.absences:
                 self.absences.append(absence)
 
     def covered(self, loaded: Loaded) -> dict[str, Covered]:
-        """What the cases of an implementation cover, by device. Empty if the run had cases or checks of its own."""
+        """What an implementation's cases cover, by device. Empty if the run has its own choice of cases or checks."""
         selection = self.selection
         if selection.cases or selection.by_name or selection.quick or loaded.implementation is None:
             return {}
@@ -393,10 +393,9 @@ class Session:
         }
 
     def close(self, *, ended: bool = True, verdict: str = "") -> None:
-        """Writes the last records: what the implementations claim, and what was not verified.
+        """Writes the last records: the claims of the implementations, and what was not verified.
 
-        ended: whether every check was run that was collected.
-        verdict: the last line of the run.
+        ended: whether every collected check was run. verdict: the last line of the run.
         """
         if not self.written:
             return
@@ -414,25 +413,25 @@ _decoder = msgspec.json.Decoder(Record)
 
 
 class PoolRun:
-    """What the pool of workers asks of the session that it works for (`sandbox.pool.Run`)."""
+    """The pool's interface to the session (`sandbox.pool.Run`)."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.name = session.run
 
     def limit(self, item: pytest.Item, *, first: bool) -> float:
-        """Seconds for a call."""
+        """The time limit of a call, in seconds."""
         target = target_of(item)
         limit: float | None = getattr(self.session.config.option, "flashproof_time_limit", None)
         return limit or (2 if first else 1) * TIME_LIMITS[target.device if target else "cpu"]
 
     def owner(self, item: pytest.Item) -> str:
-        """The external kernel of a check."""
+        """The external kernel of a check, or "" if it has none."""
         target = target_of(item)
         return target.name if target and is_external(target.name) else ""
 
     def left_out(self, item: pytest.Item) -> str:
-        """Why a check is not to be run, if nothing can come of it."""
+        """The reason to leave a check out, if its kernel answers no call; else empty."""
         target = target_of(item)
         if target is None or (target.name, target.device) not in self.session.left_out:
             return ""
@@ -446,7 +445,7 @@ class PoolRun:
         return [str(case) for case in self.session.selection.cases_of(check, target)]
 
     def record(self, record: Record) -> None:
-        """Takes a record, and shows the first failure of each implementation at once."""
+        """Writes a record, and prints the first failure of each implementation at once."""
         self.session.record(record)
         reporter = self.session.config.pluginmanager.getplugin("terminalreporter")
         if reporter is None or not isinstance(record, Judgement) or record.status != "failed":
@@ -457,7 +456,7 @@ class PoolRun:
             reporter.write_line(wording.failure_block(record), red=True)
 
     def fail(self, item: pytest.Item, case: str, message: str) -> str:
-        """Records a failure that a worker could not record itself."""
+        """Records a failure that a worker could not record itself. Returns the failure in words."""
         target, check = target_of(item), check_of(getattr(item, "function", None))
         assert target is not None
         assert check is not None
@@ -475,33 +474,33 @@ class PoolRun:
         return wording.failure_block(judgement)
 
     def become_worker(self, worker: Worker) -> None:
-        """The session of a fork is one of a worker."""
+        """Makes the session of a fork the session of a worker."""
         self.session.worker, self.session.role = worker, "worker"
 
 
 def target_of(item: pytest.Item) -> Target | None:
-    """The target that a check is run for."""
+    """The target of a check's item."""
     callspec = getattr(item, "callspec", None)
     target = callspec.params.get("subject") if callspec else None
     return target if isinstance(target, Target) else None
 
 
 def left_by_a_crash(session: Session, test: str) -> list[Record]:
-    """What a process of pytest-xdist found in a check before it died, with the death. Empty if it was in no check."""
+    """The records that a process of pytest-xdist left of a check in which it died. Empty if it left no journal."""
     left = journal.read(session.shared, test)
     return left.findings() if left else []
 
 
 def processes() -> int:
-    """Processes that a run uses: one for each core; fewer on a GPU, which they share."""
+    """The number of processes of a run: one for each core, and at most PROCESSES_ON_A_GPU if there is a GPU."""
     cores = len(os.sched_getaffinity(0))
     return min(cores, PROCESSES_ON_A_GPU) if torch.cuda.is_available() else cores
 
 
 def share_triton_cache() -> None:
-    """Names Triton's cache if the user has not.
+    """Sets Triton's cache folder if the user has not set it.
 
-    Otherwise Inductor moves it in each process in which it compiles, away from the others.
+    Otherwise Inductor gives each process in which it compiles another cache folder.
     """
     if torch.cuda.is_available() and find_spec("triton"):
         import triton
@@ -511,7 +510,7 @@ def share_triton_cache() -> None:
 
 @contextmanager
 def named(option: str) -> Generator[None]:
-    """Turns an error into one of the command line that names the option."""
+    """Turns an error into a pytest.UsageError that names the option."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
@@ -519,7 +518,7 @@ def named(option: str) -> Generator[None]:
 
 
 def _writable(path: Path) -> Path:
-    """A file, its folder made. Raises OSError if nothing can be appended to it."""
+    """The path of a file, whose folder is made. Raises OSError if the file cannot be written."""
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory; name a file")
     _check_folder(path.parent)
@@ -530,7 +529,7 @@ def _writable(path: Path) -> Path:
 
 
 def _check_folder(folder: Path, advice: str = OTHER_PLACE) -> None:
-    """Raises OSError if no file can be made in a folder, or the folder cannot be made. Leaves nothing there."""
+    """Raises OSError if a folder cannot be made, or cannot hold a new file. It leaves nothing there."""
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     shown = os.path.relpath(there)
     if not there.is_dir():

@@ -1,7 +1,7 @@
 """Signatures: what a bare callable claims.
 
-Its parameters are its claim, whatever kind of callable it is: a function, a `functools.partial`, a module, an operator
-of `torch.ops`, a builtin whose docstring begins with its signature.
+The parameters of a callable are its claim, for any kind of callable: a function, a `functools.partial`, a module, an
+operator of `torch.ops`, a builtin whose docstring begins with its signature.
 """
 
 import ast
@@ -21,13 +21,15 @@ Kind = inspect.Parameter
 
 
 def of_callable(attention: object, name: str) -> Implementation:
-    """A bare callable as an implementation: it claims what its parameters name, in the three dtypes, on both devices.
+    """A bare callable as an implementation that claims what its parameters name, in three dtypes, on both devices.
 
-    `is_causal` claims top-left causal masks, and with `causal_alignment` bottom-right ones; `scale` any positive scale;
-    `enable_gqa` grouped heads; `block_mask` block masks; `dropout_p` together with `dropout_seed` dropout; `return_lse`
-    the log-sum-exp. `**kwargs` claims nothing. Its arithmetic is taken to be `arithmetic_of_callables`.
+    `is_causal` claims top-left causal masks, and with `causal_alignment` also bottom-right ones. `scale` claims any
+    positive scale, `enable_gqa` grouped heads, `block_mask` block masks, `dropout_p` together with `dropout_seed`
+    dropout, and `return_lse` the log-sum-exp. `**kwargs` claims nothing. The assumed arithmetic is
+    `arithmetic_of_callables`.
 
-    Raises TypeError for what cannot be called with query, key and value alone, and for what does not say what it takes.
+    Raises TypeError for an object that cannot be called with query, key and value alone, and for an object whose
+    parameters are unknown.
     """
     if reason := _no_function(attention):
         raise TypeError(
@@ -36,7 +38,7 @@ def of_callable(attention: object, name: str) -> Implementation:
     assert callable(attention)
     parameters = _parameters(attention, name)
     keywords = _keywords(parameters, name)
-    if any(p.name == "is_causal" and p.default is True for p in parameters):  # else a call without it would be causal
+    if any(p.name == "is_causal" and p.default is True for p in parameters):  # else calls without it are causal
         attention = functools.partial(attention, is_causal=False)
     causal: tuple[Any, ...] = ("top_left", "bottom_right") if "causal_alignment" in keywords else ("top_left",)
     supports = Supports(
@@ -61,16 +63,16 @@ def of_callable(attention: object, name: str) -> Implementation:
 
 
 def parameters_of(attention: Callable[..., object]) -> list[Kind]:
-    """The parameters of a callable, as far as they can be read."""
+    """The parameters of a callable; empty if they cannot be read."""
     with suppress(TypeError):
         return _parameters(attention, "")
     return []
 
 
 def never_given(implementation: Implementation) -> str:
-    """Which parameters of a bare callable no call of flashproof gives, and how to rename those that it knows.
+    """The parameters of a bare callable that flashproof never passes, and how to rename those with a known meaning.
 
-    Empty where there are none.
+    Empty if there are none.
     """
     parameters = parameters_of(implementation.attention)[3:] if implementation.bare else []
     supports, given = implementation.supports, set(wrapping.NEUTRAL)
@@ -89,7 +91,7 @@ def never_given(implementation: Implementation) -> str:
 
 
 def _no_function(given: object) -> str | None:
-    """Why something is not an attention function, in words; None for what can be called."""
+    """Why an object is not an attention function, in words; None for an object that can be called."""
     if isinstance(given, ModuleType):
         return f"{given.__name__} is a module, not an attention function; name an attribute of it"
     if inspect.isclass(given):
@@ -102,7 +104,7 @@ def _no_function(given: object) -> str | None:
 
 
 def _keywords(parameters: list[Kind], name: str) -> set[str]:
-    """The parameters that may be given by name beside query, key and value. Raises TypeError if more is needed."""
+    """The parameters that may be passed by name beside query, key and value. Raises TypeError if more is needed."""
     positional = [p for p in parameters if p.kind in (Kind.POSITIONAL_ONLY, Kind.POSITIONAL_OR_KEYWORD)]
     tensors, others = positional[:3], [p for p in parameters if p not in positional[:3]]
     if len(tensors) < 3 and any(p.kind is Kind.VAR_POSITIONAL for p in parameters):
@@ -124,7 +126,7 @@ def _keywords(parameters: list[Kind], name: str) -> set[str]:
 
 
 def _saying_what(name: str) -> str:
-    """How to verify a callable whose signature says nothing."""
+    """Advice for a callable whose signature does not name its parameters."""
     return (
         "give a function with named parameters that calls it, or say what it takes: "
         f"{wrapping.advice(wrapping.claiming(name), name)}"
@@ -132,20 +134,20 @@ def _saying_what(name: str) -> str:
 
 
 def _parameters(attention: Callable[..., object], name: str) -> list[Kind]:
-    """A callable's parameters. Raises TypeError if nothing says what they are."""
+    """A callable's parameters. Raises TypeError if they cannot be read."""
     owner = getattr(attention, "__self__", None)
     if inspect.isclass(owner) and issubclass(owner, torch.autograd.Function):
-        # `apply` takes no keywords. Its arguments are those of `forward` behind the context, if it has one.
+        # `apply` takes no keywords. It takes the arguments of `forward`, without the context if `forward` has one.
         has_context = owner.setup_context is torch.autograd.Function.setup_context
         found = list(inspect.signature(owner.forward).parameters.values())[1 if has_context else 0 :]
         return [p.replace(kind=Kind.POSITIONAL_ONLY) if p.kind is Kind.POSITIONAL_OR_KEYWORD else p for p in found]
     attention = getattr(attention, "_orig_mod", attention)  # a compiled module
-    attention = getattr(attention, "forward", attention)  # nn.Module: __call__ says nothing, forward does
+    attention = getattr(attention, "forward", attention)  # of nn.Module, only forward has a useful signature
     if isinstance(attention, functools.partial):
         return _of_partial(attention, name)
     schema = _schema(attention, name)
     if schema is not None:
-        return _of_schema(schema, name)[isinstance(attention, torch.ScriptMethod) :]  # its first is the module
+        return _of_schema(schema, name)[isinstance(attention, torch.ScriptMethod) :]  # the first one is the module
     try:
         return list(inspect.signature(attention).parameters.values())
     except (TypeError, ValueError):
@@ -153,10 +155,10 @@ def _parameters(attention: Callable[..., object], name: str) -> list[Kind]:
 
 
 def _of_partial(attention: functools.partial[object], name: str) -> list[Kind]:
-    """The parameters that a partial leaves. Its function may be one whose signature `inspect` cannot read."""
+    """The parameters that a partial leaves. `inspect` need not be able to read the signature of its function."""
 
     def stand_in() -> None:
-        """Has the function's parameters."""
+        """Has the parameters of the partial's function."""
 
     stand_in.__signature__ = inspect.Signature(_parameters(attention.func, name))  # type: ignore[attr-defined]
     try:
@@ -207,7 +209,7 @@ def _arguments(schema: Any) -> list[Kind]:
 
 
 def _of_docstring(attention: object, name: str) -> list[Kind]:
-    """Parameters from the head of a docstring, where torch's builtins have them: "f(a, b=0.0) -> Tensor"."""
+    """The parameters from the head of a docstring, as in torch's builtins: "f(a, b=0.0) -> Tensor"."""
     head = (inspect.getdoc(attention) or "").partition("\n\n")[0].partition("->")[0].strip()
     try:
         definition = ast.parse(f"def {head}: ...").body[0]

@@ -1,11 +1,11 @@
-"""The space of cases: named factors, each with a few levels that matter, and the covering array that a run takes of it.
+"""The space of cases: named factors with a few levels that matter, and the covering array that a run takes from it.
 
-A level is what a kernel may have code of its own for: a class of lengths, a mask, the layout of one tensor, a way of
-calling. A fault may sit where two or three levels meet. The cases of a run hold every pair of levels that the claims
-allow, and as many triples as the run has room for.
+A level is a property that a kernel may have separate code for: a class of lengths, a mask, the layout of one tensor, a
+way of calling. A fault may need two or three levels together. The cases of a run contain every pair of levels that the
+claims allow, and as many triples as the run has room for.
 
-To add a level, add its word to its factor. To add a factor, add it to `FACTORS`: `draw` says how a case gets the level,
-`of` how it is read off a case. What cannot stand together is in `_RULES`.
+To add a level, add its word to its factor. To add a factor, add it to `FACTORS`: `draw` gives a case its level, and
+`of` reads the level from a case. `_RULES` excludes levels that cannot occur together.
 """
 
 import hashlib
@@ -38,19 +38,19 @@ from flashproof.cases import (
 from flashproof.covering import OPEN, Allowed, Coverage, Covering, Partial, Row
 from flashproof.impls.spec import DTYPES, OWN_KERNELS, Device, Dtype, Implementation, Supports
 
-Fields = dict[str, Any]  # of a case under way
-Levels = Mapping[str, str]  # by factor
-Pick = Callable[[Sequence[Any]], Any]  # one of several, by the row and the factor
+Fields = dict[str, Any]  # the fields of a case that is being built
+Levels = Mapping[str, str]  # the level of each factor
+Pick = Callable[[Sequence[Any]], Any]  # chooses one of several values, by the row and the factor
 
 
 @dataclass(frozen=True)
 class Factor:
     """One property of a case.
 
-    levels: their names, the plain one first. of: the level that a case has. draw: the fields that give a case the
-    level, from those that the factors before it have set. weight: what a triple with it counts for; 2 where kernels
-    choose their code by it. cost: what each level but the plain one costs, in new triples. costs: of single levels.
-    hiding: levels that hide the faults of others.
+    levels: the names of the levels, the plain level first. of: reads the level from a case. draw: returns the fields
+    that give a case the level, from the fields that earlier factors have set. weight: the weight of a triple with this
+    factor; 2 if kernels choose their code by this factor. cost: the cost of each level except the plain one, in new
+    triples. costs: the costs of single levels, in place of `cost`. hiding: the levels that hide faults of other levels.
     """
 
     name: str
@@ -63,12 +63,12 @@ class Factor:
     hiding: Sequence[str] = ()
 
     def cost_of(self, level: str) -> float:
-        """What a level costs."""
+        """The cost of a level."""
         return self.costs.get(level, 0.0 if level == self.levels[0] else self.cost)
 
 
 def _field(name: str, words: dict[str, Any] | Sequence[str], *, field: str = "", **about: Any) -> Factor:
-    """One field of a case. words: its values by the name of their level, or the values themselves."""
+    """A factor for one field of a case. words: the values by the name of their level, or the values themselves."""
     values = words if isinstance(words, dict) else {word: word for word in words}
     names = {value: word for word, value in values.items()}
     key = field or name
@@ -82,7 +82,7 @@ def _field(name: str, words: dict[str, Any] | Sequence[str], *, field: str = "",
 
 
 def _classes(name: str, classes: Mapping[str, Sequence[int]], field: str, of: Callable[[Case], int]) -> Factor:
-    """A number of heads or batch entries. classes: the numbers of each level."""
+    """A factor for a number of heads, a batch size or a head dim. classes: the numbers of each level."""
     return Factor(
         name,
         tuple(classes),
@@ -93,7 +93,7 @@ def _classes(name: str, classes: Mapping[str, Sequence[int]], field: str, of: Ca
 
 
 def _of_tensor(name: str, place: int, field: str, words: Mapping[str, Any]) -> Factor:
-    """One entry of `layouts` or of `offsets`."""
+    """A factor for one entry of `layouts` or of `offsets`."""
     names = {value: word for word, value in words.items()}
 
     def draw(level: str, fields: Fields, pick: Pick) -> Fields:
@@ -105,8 +105,8 @@ def _of_tensor(name: str, place: int, field: str, words: Mapping[str, Any]) -> F
 
 # --------------------------------------------------------------------------------------------------------- lengths
 
-# The tiles of kernels are 16 to 256 long, most of them 64 or 128. Some kernels split keys, or change their code, at
-# 512, 1024 or 2048.
+# Tiles of kernels have a length of 16 to 256, and most have 64 or 128. Some kernels split the keys, or change their
+# code, at 512, 1024 or 2048.
 LENGTHS: dict[str, Sequence[int]] = {
     "past a tile": [*range(65, 81), *range(97, 145)],
     "1": range(1, 2),
@@ -144,12 +144,12 @@ def length_class(length: int) -> str:
 
 
 def rest(length: int) -> str:
-    """What a length leaves over whole tiles."""
+    """The rest of a length: what it leaves over whole tiles."""
     return next(word for word, holds in RESTS.items() if holds(length))
 
 
 def _fitting(length: str, left: str) -> list[int]:
-    """The lengths of a class with this rest. Of all classes, if this one has none."""
+    """The lengths of a class that have this rest. If the class has none, such lengths of all classes."""
     every = [number for numbers in LENGTHS.values() for number in numbers if RESTS[left](number)]
     return [number for number in LENGTHS[length] if RESTS[left](number)] or every
 
@@ -179,7 +179,7 @@ _GROUPS: dict[str, Sequence[int]] = {
     "9 to 71": [12, 16, 24, 48, 71],
 }
 _BATCHES: dict[str, Sequence[int]] = {"1": [1], "2": [2], "3 to 9": [3, 4, 5, 8, 9]}
-MANY = "over 65535 with heads"  # the largest grid of a GPU in its second and third dimension
+MANY = "over 65535 with heads"  # more than the largest grid of a GPU in its second and third dimension
 _DIMS: dict[str, Sequence[int]] = {str(dim): [dim] for dim in (64, *(dim for dim in range(8, 257, 8) if dim != 64))}
 _DIMS |= {
     "odd": range(1, 64, 2),
@@ -204,9 +204,9 @@ _BLOCKS: dict[str, tuple[float | None, bool]] = {
     "for several heads": (0.5, True),
 }
 _MAGNITUDES = {"1": 1.0, "small": 2.0**-10, "16": 16.0, "64": 64.0}
-_LIFTS = {1.0: 12.0, 2.0**-10: 3.0, 16.0: 30.0, 64.0: 100.0}  # of a spike or a rise, in place of a magnitude
-# Numbers that are not plain make some tensors large or zero, and hide faults there. Very many heads leave no room for
-# anything else. Such a level stands in the rows that need it for a pair, and seldom in others.
+_LIFTS = {1.0: 12.0, 2.0**-10: 3.0, 16.0: 30.0, 64.0: 100.0}  # the lift of a spike or a rise, in place of a magnitude
+# Inputs that are not plain make some tensors large or zero, and so they hide faults. A very large batch x heads leaves
+# no room for any other size. The array takes such a level where a pair needs it, and seldom otherwise.
 RARE = 60.0
 _SHIFTS = {"none": 0.0, "-100": -100.0, "100": 100.0, "10000": 1e4}
 
@@ -319,15 +319,15 @@ FACTORS: tuple[Factor, ...] = (
 
 
 def levels(case: Case) -> dict[str, str]:
-    """The level of each factor that a case has, by the factor's name. "another" where the space has no such level."""
+    """The level that a case has of each factor, by the factor's name. "another" if the factor has no such level."""
     return {factor.name: factor.of(case) for factor in FACTORS}
 
 
 def case_of(row: Levels, number: int, *, turn: int = 0, smallest: Sequence[str] = ()) -> Case:
     """A case with these levels.
 
-    number: of the row, which chooses among the numbers of a level and seeds the case. turn: chooses others. smallest:
-    the factors of which it takes the smallest numbers.
+    number: the number of the row; it chooses among the values of a level, and it is the seed of the case. turn: another
+    turn chooses other values. smallest: the factors that take their smallest values.
     """
     fields: Fields = {}
     for factor in FACTORS:
@@ -354,7 +354,10 @@ _OF_SIZE = (*_OF_WIDTH, *_OF_LENGTH, "sharing")
 
 @dataclass(frozen=True)
 class Rule:
-    """What cannot stand together. factors: those that it looks at. holds: of the levels of these that are chosen."""
+    """A rule that excludes levels that cannot occur together.
+
+    factors: the factors that the rule reads. holds: whether the chosen levels of these factors are allowed together.
+    """
 
     factors: tuple[str, ...]
     holds: Callable[[Known], bool]
@@ -372,12 +375,12 @@ def _rule(*factors: str) -> Callable[[Callable[[Known], bool]], Callable[[Known]
 
 
 def _is_plain(known: Known, *factors: str) -> bool:
-    """Whether none of these factors has another level than its plain one."""
+    """Whether each of these factors has its plain level, or no level yet."""
     return all(known.get(factor, PLAIN[factor]) == PLAIN[factor] for factor in factors)
 
 
 def _is_square(known: Known) -> bool:
-    """Whether there must be as many keys as queries."""
+    """Whether the levels force as many keys as queries."""
     sharing = known.get("sharing", "")
     return known.get("keys") == AS_QUERIES or (sharing != "dense" and "q" in SHARED.get(sharing, ""))
 
@@ -391,14 +394,14 @@ def _possible(known: Known, of: str) -> tuple[int, ...]:
 
 @cache
 def _lengths(length: str | None, *rests: str | None) -> tuple[int, ...]:
-    """The lengths of a class, or of all, with these rests."""
+    """The lengths of a class, or of all classes, that have all of these rests."""
     numbers = LENGTHS[length] if length else [number for numbers in LENGTHS.values() for number in numbers]
     return tuple(number for number in numbers if all(RESTS[left](number) for left in rests if left))
 
 
 @_rule(*_OF_LENGTH, "sharing")
 def _lengths_exist(known: Known) -> bool:
-    """The classes have lengths with these rests. Those of queries and keys differ, unless they are asked to be one."""
+    """The classes contain lengths with these rests. The two lengths differ, unless they must be equal."""
     if _is_square(known):
         return known.get("keys", AS_QUERIES) == AS_QUERIES and bool(_possible(known, "queries"))
     queries, keys = _possible(known, "queries"), _possible(known, "keys")
@@ -407,13 +410,13 @@ def _lengths_exist(known: Known) -> bool:
 
 @_rule("call", *_OF_DOUT)
 def _gradients_need_backward(known: Known) -> bool:
-    """Without a backward nothing is asked of an output gradient."""
+    """Without a backward, the factors of the output gradient and of the wanted gradients are plain."""
     return known.get("call") not in WITHOUT_BACKWARD or _is_plain(known, *_OF_DOUT)
 
 
 @_rule("sharing", "group", *(f"{of} of {tensor}" for tensor in TENSORS[:3] for of in ("layout", "address")))
 def _memory_can_be_shared(known: Known) -> bool:
-    """Tensors that share memory have no layout of their own, and as many heads."""
+    """Tensors that share memory have no layout or address of their own, and in some sharings as many heads."""
     sharing = known.get("sharing", "")
     own = (f"{of} of {tensor}" for tensor in SHARED.get(sharing, "") for of in ("layout", "address"))
     return _is_plain(known, *own) and (sharing not in ("one-qkv", "packed-heads") or _is_plain(known, "group"))
@@ -421,7 +424,7 @@ def _memory_can_be_shared(known: Known) -> bool:
 
 @_rule("batch", "key heads", "group", *(f"layout of {tensor}" for tensor in TENSORS))
 def _expansion_is_of_several(known: Known) -> bool:
-    """One batch entry, or one head, stands for all only where there are several."""
+    """An expanded tensor needs several batch entries or several heads."""
     expanded = [tensor for tensor in TENSORS if known.get(f"layout of {tensor}") == "expanded"]
     if known.get("batch") != "1" or known.get("key heads") != "1":
         return True
@@ -430,7 +433,7 @@ def _expansion_is_of_several(known: Known) -> bool:
 
 @_rule("queries", "keys", "key heads", "group", *(f"layout of {tensor}" for tensor in TENSORS))
 def _transposed_tensors_have_two_axes(known: Known) -> bool:
-    """[batch, length, heads, dim] differs from [batch, heads, length, dim] only with several heads and rows."""
+    """[batch, length, heads, dim] differs from [batch, heads, length, dim] only if there are several heads and rows."""
     one_row = {"k": known.get("keys", "64"), "q": known.get("queries", "64")}
     one_row["k"] = one_row["q"] if one_row["k"] == AS_QUERIES else one_row["k"]
     one_head = {"k": known.get("key heads", "2") == "1", "q": known.get("group", "2") == "1"}
@@ -443,34 +446,34 @@ def _transposed_tensors_have_two_axes(known: Known) -> bool:
 
 @_rule("queries", "layout of do")
 def _pool_is_of_several(known: Known) -> bool:
-    """One row stands for all queries only where there are several."""
+    """A pooled output gradient, with one row for all queries, needs several queries."""
     return known.get("queries") != "1" or known.get("layout of do") != "pooled"
 
 
 @_rule("dtype", "sharing", "shift")
 def _shift_is_of_scores_alone(known: Known) -> bool:
-    """A shift is one large coordinate of all keys. Values that are keys have it too, and float16 overflows."""
+    """A shift is one large coordinate of all keys. Values that are the keys contain it too, and float16 overflows."""
     is_value = known.get("sharing") in ("one-kv", "one-qkv")
     return not is_value or known.get("dtype") != "float16" or known.get("shift", "none") == "none"
 
 
 @_rule("scores", "shift")
 def _zeros_are_not_shifted(known: Known) -> bool:
-    """A shift is one coordinate of all keys, which would no longer be zero."""
+    """A shift is one coordinate of all keys, so with a shift, keys of zero would no longer be zero."""
     return known.get("scores") not in ("padded", "nokeys") or known.get("shift", "none") == "none"
 
 
 @_rule("call", "dtype")
 def _autocast_keeps_the_dtype(known: Known) -> bool:
-    """The answer to float32 inputs would be of another dtype."""
+    """Under autocast, the output for float32 inputs would have another dtype."""
     return known.get("call") != "autocast" or known.get("dtype") != "float32"
 
 
 @_rule("call", "dtype", "shift", "scale")
 def _autocast_does_not_overflow(known: Known) -> bool:
-    """Under autocast, products are rounded to float16 before they are scaled.
+    """Autocast rounds products to float16 before the scale is applied.
 
-    A score of 10000 may be a product of 160000, or of 500000.
+    A score of 10000 may come from a product of 160000, or of 500000.
     """
     of_float16 = known.get("call") == "autocast" and known.get("dtype") == "float16"
     return not of_float16 or known.get("shift") != "10000" or known.get("scale", "1") not in ("default", "given")
@@ -478,7 +481,7 @@ def _autocast_does_not_overflow(known: Known) -> bool:
 
 @_rule("dtype", "output gradient", "scores", "magnitude", "shift", "scale", "sharing")
 def _large_gradients_do_not_overflow(known: Known) -> bool:
-    """In float16, large output gradients times large queries, keys or scales are beyond the dtype."""
+    """In float16, products of large output gradients with large queries, keys or scales overflow."""
     if known.get("dtype") != "float16" or known.get("output gradient") != "large":
         return True
     is_small = known.get("scores", "normal") in ("normal", "ties", "padded", "uniform", "nokeys")
@@ -488,7 +491,7 @@ def _large_gradients_do_not_overflow(known: Known) -> bool:
 
 @_rule("call", "sharing", "queries", "keys")
 def _a_cache_can_grow(known: Known) -> bool:
-    """All keys but the last are a slice of keys that stand alone, and are some."""
+    """The earlier call has one key less, so there are several keys. They are not the values or queries as well."""
     if known.get("call") != "grown":
         return True
     lengths = known.get("keys", "64"), known.get("queries", "64")
@@ -499,8 +502,8 @@ def _a_cache_can_grow(known: Known) -> bool:
 # ------------------------------------------------------------------------------------------------------------ array
 
 
-# The attention of models that many people run: query heads, key heads and head dim. Kernels have code for just these
-# shapes, which are triples of levels (with the dtype), so the array has few of each.
+# The attention shapes of widely used models: query heads, key heads and head dim. Kernels have code for exactly these
+# shapes. With the dtype, a shape is a combination of several levels, so the array contains few of each.
 MODELS = {
     "GPT-2": (12, 12, 64),
     "Phi-3 mini": (32, 32, 96),
@@ -509,20 +512,21 @@ MODELS = {
     "Gemma 2 9B": (16, 8, 256),
     "Falcon 7B": (71, 1, 64),
 }
-TURNS = 6  # choices of the numbers of a row, the first of which that has room is taken
-TILE = 64  # queries, and keys, of a tile that may take milliseconds
+TURNS = 6  # how often the numbers of a row are chosen anew; the first choice that has room is taken
+TILE = 64  # the queries, and the keys, of a tile that may take milliseconds
 
 
 @dataclass(frozen=True)
 class Room:
-    """What the cases of a run may take.
+    """The limits on the cases of a run.
 
-    work: of one case, batch x heads x queries x keys x (dim + 64). numbers: of its four tensors. many: the same, where
-    batch x heads is over 65535. cases: how many a run has at least. steps: of one case, batch x heads x (4 + tiles of
-    queries x tiles of keys). dims: the head dims. odd: the one odd head dim, where a kernel is compiled for each.
-    pairs: whether the run has as many cases as all pairs need. hiding: factors with levels that hide the faults of
-    others; a case with such a level counts for no pair without it. "wanted" takes a third more cases. triples: the room
-    of further cases, which complete every triple that has room there.
+    work: the largest batch x heads x queries x keys x (dim + 64) of one case. numbers: the most elements of its four
+    tensors. many: the same limit, for a batch x heads over 65535. cases: the least number of cases. steps: the largest
+    batch x heads x (4 + tiles of queries x tiles of keys) of one case. dims: the head dims. odd: the only odd head dim,
+    for a kernel that is compiled for each. pairs: whether the run has as many cases as all pairs need. hiding: the
+    factors with levels that hide faults; a case with such a level counts for no pair without that level. With
+    the factor "wanted" in `hiding`, a run needs a third more cases. triples: the room of further cases, which complete
+    every triple that fits in that room.
     """
 
     work: float
@@ -537,7 +541,7 @@ class Room:
     triples: "Room | None" = None
 
     def holds(self, case: Case) -> bool:
-        """Whether there is room for a case."""
+        """Whether a case fits in this room."""
         work = case.batch * case.heads * case.queries * case.keys * (case.dim + 64)
         tiles = math.ceil(case.queries / TILE) * math.ceil(case.keys / TILE)
         steps = case.batch * case.heads * (4 + tiles)
@@ -548,11 +552,11 @@ class Room:
 Effort = Literal["quick", "default", "thorough"]
 _OF_A_CPU = Room(work=2.0**26, numbers=2.0**19, many=2.0**21.5, cases=600, hiding=("call", "wanted"))
 _OF_A_GPU = replace(_OF_A_CPU, hiding=("call",))
-_FEW_DIMS = ("64", "16", "32", "40", "128", "256", "odd")  # those of the grids, among others
+_FEW_DIMS = ("64", "16", "32", "40", "128", "256", "odd")  # the head dims of the grids, and a few more
 _OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS, odd=33)
 _OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=64)
 _OF_SLOW_CALLS = replace(_OF_SLOW_SHAPES, cases=60, pairs=False)
-_OF_LOOPS_ON_A_GPU = replace(_OF_SLOW_TILES, cases=120, pairs=False)  # in Python: the same loops as on a CPU
+_OF_LOOPS_ON_A_GPU = replace(_OF_SLOW_TILES, cases=120, pairs=False)  # the loops run in Python, as on a CPU
 _CASES_OF_A_QUICK_RUN = 60
 
 
@@ -571,7 +575,7 @@ def room_of(implementation: Implementation, device: Device, effort: Effort = "de
 
 
 def _smaller(room: Room) -> Room:
-    """The room of the cases that complete triples. They are fifty times as many, and take a third of the time each."""
+    """The room of the cases that complete triples: fifty times as many, each in a third of the time."""
     return replace(room, work=min(room.work, 2.0**23), numbers=2.0**17, many=2.0**17, cases=0)
 
 
@@ -591,26 +595,26 @@ def _smallest(known: Known) -> Case:
 
 
 class Rows(msgspec.Struct, frozen=True):
-    """The rows of an array, what they cover, and the pairs and triples that were found to be impossible."""
+    """The rows of an array, their coverage, and the pairs and triples that were found to be impossible."""
 
     rows: list[Row]
-    pairs: int  # the number of the first rows, which complete all pairs; the others complete triples in smaller cases
-    coverage: tuple[Coverage, Coverage]  # of pairs and of triples
+    pairs: int  # the number of rows at the start that complete all pairs; later rows complete triples in smaller cases
+    coverage: tuple[Coverage, Coverage]  # the coverage of pairs and of triples
     forgotten: list[list[int]]
-    claimed: int  # pairs that the claims allow
+    claimed: int  # the number of pairs that the claims allow
 
 
 _shared: Path | None = None
 
 
 def share(folder: Path) -> None:
-    """Names the folder in which the processes of a run leave one another the rows of their arrays."""
+    """Sets the folder through which the processes of a run share the rows of their arrays."""
     global _shared  # noqa: PLW0603
     _shared = folder
 
 
 class Space:
-    """The part of the space that an implementation claims, and that a run has room for."""
+    """The part of the space that an implementation claims and that a run has room for."""
 
     def __init__(
         self,
@@ -625,7 +629,7 @@ class Space:
         self.dtypes = [dtype for dtype in DTYPES if dtype in dtypes and dtype in supports.dtypes]
         own = {
             "dtype": tuple(self.dtypes),
-            # Where none is claimed, `_case` makes a claimed head dim of any.
+            # If no head dim of the space is claimed, `_case` replaces any head dim by a claimed one.
             "head dim": self._dims(room.dims) or self._dims(tuple(_DIMS)) or ("8",),
         }
         self.plain = PLAIN | {name: levels[0] for name, levels in own.items()}
@@ -636,11 +640,11 @@ class Space:
         }
 
     def _dims(self, levels: Sequence[str]) -> tuple[str, ...]:
-        """Those of the levels that are claimed."""
+        """The levels of the head dim that contain a claimed head dim."""
         return tuple(level for level in levels if any(map(self._is_dim, _DIMS[level])))
 
     def _case(self, row: Levels, number: int, *, turn: int = 0, smallest: Sequence[str] = ()) -> Case:
-        """`case_of`, with a head dim that is claimed where that of the level is not."""
+        """`case_of`, with a claimed head dim in place of one that is not claimed."""
         case, multiple = case_of(row, number, turn=turn, smallest=smallest), self.supports.dim_multiple
         if row["head dim"] == "odd" and self.room.odd:
             case = replace(case, dim=self.room.odd)
@@ -666,7 +670,7 @@ class Space:
         return not_claimed(self._case(self.plain | {factor: level}, 0), self.supports) is None
 
     def _rules(self) -> list[Rule]:
-        """Those of the space, and what these claims and this room add."""
+        """The rules of the space, and the rules that these claims and this room add."""
 
         def aligned(known: Known) -> bool:
             packed = known.get("sharing", "").startswith(("packed", "dense"))
@@ -683,7 +687,7 @@ class Space:
 
     @cached_property
     def allowed(self) -> Allowed:
-        """Whether a part of a row may stand. Each rule is asked once for each choice of its factors."""
+        """Whether a part of a row is allowed. Each rule is evaluated once for each combination of its levels."""
         places = {factor.name: place for place, factor in enumerate(FACTORS)}
         words = [self.levels[factor.name] for factor in FACTORS]
         rules = [
@@ -714,7 +718,7 @@ class Space:
 
     @cached_property
     def _covering(self) -> Covering:
-        """With the rows of the array."""
+        """A covering that contains the rows of the array."""
         covering = self._nothing_covered()
         for levels in self._rows.forgotten:
             covering.forget(levels)
@@ -724,7 +728,7 @@ class Space:
 
     @cached_property
     def _rows(self) -> "Rows":
-        """Those of the array, in the order in which they complete most pairs, as one process of the run found them."""
+        """The rows of the array, in the order of their construction. The processes of a run share one result."""
         about = f"{self.supports} {self.levels} {self.room}"
         path = _shared and _shared / f"{hashlib.sha256(about.encode()).hexdigest()}.rows"
         if path and path.exists():
@@ -749,7 +753,7 @@ class Space:
         if path and path.parent.is_dir():
             half = path.with_suffix(f".{os.getpid()}")
             half.write_bytes(msgspec.json.encode(found))
-            half.replace(path)  # whole or not at all
+            half.replace(path)  # another process reads the whole file or none
         return found
 
     def case(self, row: Row, number: int) -> Case:
@@ -763,17 +767,17 @@ class Space:
 
     @property
     def cases(self) -> list[Case]:
-        """The cases of a run: the array, the longest sequences, for which it has no room, and the shapes of models."""
+        """The cases of a run: the array, the sequences that are too long for the array, and the shapes of models."""
         return self.array + self._long() + self._models()
 
     @property
     def size(self) -> int:
-        """The number of cases. To count them takes no time, and to make them takes a second."""
+        """The number of cases. Counting takes no time once the rows are known; building the cases takes a second."""
         return len(self._rows.rows) + len(self._long()) + len(self._models())
 
     @cached_property
     def array(self) -> list[Case]:
-        """The covering array."""
+        """The cases of the covering array."""
         of_pairs, of_triples = self._rows.pairs, self._of_triples or self
         return [
             (self if number < of_pairs else of_triples).case(row, number) for number, row in enumerate(self._rows.rows)
@@ -781,11 +785,11 @@ class Space:
 
     @cached_property
     def _of_triples(self) -> "Space | None":
-        """The same space with less room, where a run has every triple."""
+        """The same space with less room, if a run completes every triple; else None."""
         return Space(self.supports, self.dtypes, self.device, self.room.triples) if self.room.triples else None
 
     def _long(self) -> list[Case]:
-        """As many keys as queries in the longest classes: plain cases, since there is no room for more."""
+        """Plain cases of the longest classes, with as many keys as queries. There is no room for other levels."""
         if self.room.steps < math.inf or not self.room.pairs:
             return []
         found = []
@@ -798,7 +802,7 @@ class Space:
         return found
 
     def _models(self) -> list[Case]:
-        """The attention of models in each dtype: the causal one of training, and one query of generation."""
+        """The attention shapes of models in each dtype: causal as in training, and one query as in generation."""
         if self.room.steps < math.inf or not self.room.pairs:
             return []
         shapes = [(dtype, *shape) for shape in MODELS.values() for dtype in self.dtypes]
@@ -812,31 +816,31 @@ class Space:
 
     @property
     def coverage(self) -> tuple[Coverage, Coverage]:
-        """Of the pairs and the triples that are claimed and have room: how many stand in the array."""
+        """The coverage of the array: of the pairs and of the triples that are claimed and fit."""
         return self._rows.coverage
 
     @cached_property
     def left_out(self) -> tuple[int, int]:
-        """How many pairs the claims forbid, and how many of the others the run has no room for."""
+        """The number of pairs that the claims forbid, and the number of claimed pairs that do not fit in the run."""
         everything = _possible_pairs(_EVERYTHING, DTYPES, self.device)
         return everything - self._rows.claimed, self._rows.claimed - self.coverage[0].possible
 
     def row(self, case: Case) -> Row | None:
-        """The row of a case. None if it has a level that is not of this space."""
+        """The row of a case. None if the case has a level that this space does not contain."""
         found = levels(case)
         if any(found[factor.name] not in self.levels[factor.name] for factor in FACTORS):
             return None
         return tuple(self.levels[factor.name].index(found[factor.name]) for factor in FACTORS)
 
     def completed(self, cases: Sequence[Case]) -> tuple[int, int]:
-        """How many pairs and triples these cases hold that the array does not."""
+        """The number of pairs and of triples that these cases contain and the array does not."""
         rows = [row for case in cases if (row := self.row(case))]
         return self._covering.completed(rows)
 
     def drawn(self, choose: Callable[[Sequence[int]], int], **fixed: str) -> Row | None:
-        """A row that may stand, one level after the other. None at a dead end.
+        """An allowed row, built one level at a time. None at a dead end.
 
-        choose: one of several levels, the plain one first. fixed: the levels of some factors.
+        choose: chooses one of several levels; the plain level comes first. fixed: the levels of some factors.
         """
         row = [OPEN] * len(FACTORS)
         for place, factor in sorted(enumerate(FACTORS), key=lambda at: at[1].name not in _OF_SIZE):
@@ -855,17 +859,17 @@ _EVERYTHING = replace(OWN_KERNELS, block_mask=True)
 
 @lru_cache(maxsize=64)
 def _possible_pairs(supports: Supports, dtypes: tuple[Dtype, ...], device: Device) -> int:
-    """How many pairs of levels these claims allow, whatever room there is."""
+    """The number of pairs of levels that these claims allow, with unlimited room."""
     boundless = Room(work=math.inf, numbers=math.inf, many=math.inf, cases=0)
     return Space(supports, dtypes, device, boundless)._nothing_covered().possible_pairs
 
 
 class Sketch(Space):
-    """A space whose cases show each level once. It says at once which checks have cases at all."""
+    """A space whose cases show each level once. It shows quickly which checks have cases at all."""
 
     @cached_property
     def array(self) -> list[Case]:
-        """Plain cases of each dtype, each with one other level."""
+        """Plain cases of each dtype, each with one level that may differ."""
         rows = [
             self.plain | {"dtype": dtype} | {name: level}
             for dtype in self.dtypes
@@ -889,9 +893,9 @@ def space_of(
     effort: Effort = "default",
     is_sketch: bool = False,
 ) -> Space:
-    """The space of an implementation in a run, or a sketch of it.
+    """The space of an implementation in a run, or a sketch of the space.
 
-    It is made once, also for claims that differ in nothing about inputs.
+    Implementations whose claims about inputs are equal share one space.
     """
     supports = replace(implementation.supports, **_SAYS_NOTHING_OF_INPUTS)  # type: ignore[arg-type]
     return _made(supports, tuple(dtypes), device, room_of(implementation, device, effort), is_sketch=is_sketch)
@@ -904,9 +908,10 @@ _SAYS_NOTHING_OF_INPUTS = {
 
 
 def simplest(case: Case, fails: Callable[[Case], bool]) -> Case:
-    """A case that fails as this one does, of which as many factors as possible have their plain level.
+    """A case that fails as this case does, with as many factors as possible at their plain level.
 
-    fails: whether a case fails. It is asked once for each factor; those that choose a kernel's code come last.
+    fails: whether a case fails. It is called at most once for each factor, last for factors that choose a kernel's
+    code.
     """
     row = levels(case)
     if "another" in row.values():
@@ -916,7 +921,7 @@ def simplest(case: Case, fails: Callable[[Case], bool]) -> Case:
             continue
         simpler = row | {factor.name: PLAIN[factor.name]}
         for rule in _RULES:
-            if not rule.holds(simpler):  # another level of the rule goes with it
+            if not rule.holds(simpler):  # the rule also needs its other factors at their plain level
                 simpler |= {name: PLAIN[name] for name in rule.factors}
         if all(rule.holds(simpler) for rule in _RULES) and fails(case_of(simpler, case.seed)):
             row = simpler

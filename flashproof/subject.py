@@ -1,7 +1,7 @@
 """The subject of a check: one implementation, one dtype, one device.
 
-It runs the implementation on cases, judges the answers, records them, and says what failed. A check says what to do
-with each case, never for which implementation.
+A subject runs the implementation on cases, judges the answers, records them, and describes failures. A check decides
+what to do with each case, and never depends on the implementation.
 """
 
 import math
@@ -46,53 +46,53 @@ from flashproof.tensors import Inputs, inputs
 FORWARD: tuple[TensorName, ...] = ("out", "lse")
 BACKWARD = GRADIENTS
 SLOW = 0.1  # seconds
-LONG = 384  # queries; of shorter sequences the next one takes nobody long
-REPETITIONS = 16  # of a call whose bits may vary from run to run
-ASKED_ABOUT = 2**21  # scores of a key head up to which another question is looked for: each takes as long as an oracle
+LONG = 384  # queries; after a shorter sequence, the next one never takes long
+REPETITIONS = 16  # repetitions of a call whose bits may vary from run to run
+ASKED_ABOUT = 2**21  # scores of a key head; with more, no other question is searched: each takes an oracle
 SECONDS_TO_SIMPLIFY = 3.0
 NO_GRADIENT = "the output carries no gradient, and backward is claimed"
 Result = TypeVar("Result")
-Answered = tuple[list[Judged], ways.Computed]  # an answer of a search, and what came of it
+Answered = tuple[list[Judged], ways.Computed]  # the verdicts of a search on one answer, and the answer
 
 
 @dataclass(eq=False)
 class Subject:
-    """What a check is given. `cases` are those of its grid that the implementation claims, or those of --case."""
+    """What a check receives. `cases`: the claimed cases of its grid, or those of --case."""
 
     implementation: Implementation
     dtype: Dtype
     device: Device
     check: str  # "accuracy/forward"
-    space: Space  # of the implementation in this run
+    space: Space  # the space of the implementation in this run
     cases: list[Case]
     run: str
     emit: Callable[[Record], None]
     defects: Sequence[Defect] = ()  # the entries of known_defects.toml for this check here
-    observer: Observer | None = None  # of the calls, in a process that may die of one
-    explains: bool = True  # whether the first failure is looked into: what question it answers, where it begins
+    observer: Observer | None = None  # observes the calls, in a process that may die in a call
+    explains: bool = True  # whether the first failure is examined: which question it answers, where it begins
     failures: list[Judgement] = field(default_factory=list)
-    expected: list[Defect] = field(default_factory=list)  # known defects of some cases, one for each that failed
+    expected: list[Defect] = field(default_factory=list)  # known defects of some cases, one for each case that failed
     refusals: list[str] = field(default_factory=list)
     judged: int = 0
     carried: bool = False  # whether the output of any call of the check carried a gradient
 
     @property
     def tensors(self) -> tuple[TensorName, ...]:
-        """All that the implementation answers, with gradients where it claims them."""
+        """The tensors that the implementation returns, with gradients if it claims a backward."""
         return FORWARD + BACKWARD if self.implementation.supports.backward else FORWARD
 
     # ------------------------------------------------------------------------------------------------ figures
 
     def judge(self, case: Case, *, axes: dict[str, float] | None = None) -> list[Judged]:
-        """Calls the kernel as the case says, and judges every answer. Empty if it refused or failed to answer.
+        """Calls the kernel as the case says, and judges every answer. Empty if the kernel refused or failed to answer.
 
-        All tensors are judged by rho and bias, and global state must be as it was.
+        Each tensor is judged by rho and bias. A change of global state is a failure.
         """
         verdicts: list[Judged] = []
         for found in self._tried(case, lambda: self._computed(case)) or ():
             if case.backward and self.implementation.supports.backward:
                 self._carries_gradient(case, found.answer.has_gradient)
-            # What a call imports may filter warnings. The check contract/answers looks at that.
+            # Imports during a call may add warnings filters. The check contract/answers tests for that.
             if changed := [name for name in found.answer.changed if name != FILTERS]:
                 self.fail(case, f"the call changed {', '.join(changed)}")
             names = (*FORWARD, *ways.wanted(found.case))
@@ -105,7 +105,7 @@ class Subject:
         return list(ways.computed(self.implementation, case, self.device, self._observer))
 
     def claim(self, case: Case) -> Arithmetic:
-        """What an answer to a case is judged by."""
+        """The arithmetic by which an answer to a case is judged."""
         return ways.arithmetic(self.implementation, case, self.device)
 
     def judge_answer(
@@ -118,17 +118,18 @@ class Subject:
         given: Inputs | None = None,
         note: str = "",
     ) -> list[Judged]:
-        """Judges an answer to a case, or to its shape and mask with the tensors `given`. note: further words of a
-        failure.
+        """Judges an answer to a case, and records the verdicts.
+
+        given: the input tensors, if they are not the case's own. note: further words for a failure.
         """
         verdicts = judging.judge(answer, case, self.claim(case), names, given)
         self._record_judged(verdicts, answer, case, axes=axes or {}, given=given, note=note)
         return verdicts
 
     def attend(self, case: Case, *, backward: bool, given: Inputs | None = None) -> Answer | None:
-        """The answer to a case, or None if it was refused or failed; both are recorded.
+        """The answer to a case, or None if the kernel refused or failed. Refusals and failures are recorded.
 
-        given: tensors in place of the case's own.
+        given: input tensors in place of the case's own.
         """
         answer = self._tried(
             case,
@@ -143,19 +144,19 @@ class Subject:
         return answer if answer is None or not backward or self._carries_gradient(case, answer.has_gradient) else None
 
     def forward(self, case: Case, given: Inputs) -> Forward | None:
-        """The forward of a call, whose backward may follow, or None as in `attend`."""
+        """The forward of a call, whose backward may follow. None as in `attend`."""
         return self._tried(
             case, lambda: forward(self.implementation, case, given, wanted=BACKWARD, observer=self._observer)
         )
 
     def backward(self, call: Forward | None) -> Answer | None:
-        """The backward of a call, or None as in `attend`."""
+        """The backward of a call. None as in `attend`."""
         if call is None or not self._carries_gradient(call.case, call.carries_gradient):
             return None
         return self._tried(call.case, lambda: go_back(call))
 
     def _tried(self, case: Case, run: Callable[[], Result]) -> Result | None:
-        """What comes of running the kernel, or None when it was refused or failed; either is recorded."""
+        """The result of a run of the kernel. None if the kernel refused or failed, which is recorded."""
         try:
             return run()
         except Refused as refusal:
@@ -168,9 +169,9 @@ class Subject:
         return None
 
     def _ask_again(self) -> None:
-        """After the first refusal of a check, asks for a case that was answered before.
+        """After the first refusal of a check, calls the kernel for a case that it answered before.
 
-        A kernel that refuses that one too has not declined a case. It is of no use any more, and fails.
+        A kernel that refuses that case too has not declined an input. The kernel is broken, and this is a failure.
         """
         if len(self.refusals) == 1 and (case := answered_before(self.implementation)):
             self.attend(case, backward=False)
@@ -180,12 +181,12 @@ class Subject:
         return self.observer or UNOBSERVED
 
     def _end_if_spoilt(self, fault: Fault) -> None:
-        """Ends a process that a kernel left unusable, now that its failure is recorded. Another one goes on."""
+        """Ends this process if a kernel left it unusable. The failure is recorded, and another process continues."""
         if fault.spoils:
             self._observer.spoilt()
 
     def _carries_gradient(self, case: Case, carries: bool) -> bool:
-        """Whether a backward can follow; if not, that is recorded."""
+        """Whether a backward can follow. If not, this is recorded."""
         if carries:
             self.carried = True
         elif not self.implementation.bare:
@@ -201,7 +202,7 @@ class Subject:
         return carries
 
     def is_slow(self, case: Case) -> bool:
-        """Whether a long sequence takes a tenth of a second or more, twice: the first call may have compiled.
+        """Whether a long sequence takes over a tenth of a second, twice. The first of two calls may have compiled.
 
         The next longer sequence takes about ten times as long.
         """
@@ -214,7 +215,7 @@ class Subject:
     # ------------------------------------------------------------------------------------------------ properties
 
     def expect(self, holds: bool, case: Case, message: str, **fields: object) -> None:
-        """Records whether a property holds. message: what is wrong if not. fields: what else the record holds."""
+        """Records whether a property holds. message: what is wrong otherwise. fields: further fields of the record."""
         if holds:
             self.judged += 1
             self._emit(case, "passed", **fields)
@@ -222,7 +223,7 @@ class Subject:
             self.fail(case, message, **fields)
 
     def expect_equal(self, first: Tensor, second: Tensor, case: Case, name: str, message: str) -> None:
-        """Bitwise equality of two results (0 and -0 count as equal); the failure says where they part."""
+        """Records whether two results are bitwise equal (0 equals -0). A failure names the first difference."""
         if torch.equal(first, second):
             self.expect(True, case, message)
             return
@@ -239,10 +240,10 @@ class Subject:
         )
 
     def varies(self, case: Case, name: TensorName, *runs: tuple[Inputs, Tensor]) -> bool:
-        """Whether the same call gives other bits in this tensor from one run to the next, as atomic sums do.
+        """Whether this tensor has other bits in a repetition of the same call, as with atomic sums.
 
-        Never for an implementation that claims to be deterministic. runs: tensors, and the first answer to them. Each
-        call is repeated until an answer differs; a rare difference takes many tries.
+        False for an implementation that claims to be deterministic. runs: inputs, and the first answer to them. Each
+        call is repeated until an answer differs or REPETITIONS is reached; a rare difference takes many repetitions.
         """
         if self.implementation.supports.deterministic:
             return False
@@ -254,16 +255,16 @@ class Subject:
         return False
 
     def fail(self, case: Case, message: str, **fields: object) -> None:
-        """Records a failure that `message` tells of."""
+        """Records a failure with this message."""
         self.judged += 1
         self._failed(case, message=message, **fields)
 
     # ------------------------------------------------------------------------------------------------ search
 
     def search(self, strategy: st.SearchStrategy[Case]) -> None:
-        """Lets Hypothesis look for a case that fails, climbing on each tensor's rho, and shrink it.
+        """Lets Hypothesis search for a case that fails, guided by each tensor's rho, and shrinks it.
 
-        Only the worst case is recorded.
+        Only the smallest failing case is recorded, or else the case with the largest rho.
         """
         worst: tuple[float, Answered, Case] | None = None
         failed: list[tuple[Answered | None, Case, str]] = []
@@ -272,7 +273,7 @@ class Subject:
 
         def attempt(case: Case) -> None:
             nonlocal worst
-            if budget.is_over and not failed:  # what has failed is shrunk, however late it is
+            if budget.is_over and not failed:  # a failure is shrunk even after the end of the time
                 return
             if self._of_some_cases(case):
                 return
@@ -315,8 +316,8 @@ class Subject:
                 budget.decorated(hypothesis.given(strategy)(attempt))()
         except (AssertionError, hypothesis.errors.Flaky, ExceptionGroup):
             if not failed:
-                raise  # not of the kernel: the search itself is at fault
-            answered, case, fault = failed[-1]  # Hypothesis ends with the smallest case that it found
+                raise  # not a failure of the kernel: the search itself is at fault
+            answered, case, fault = failed[-1]  # Hypothesis ends with the smallest failing case
             if answered is None:
                 self.fail(case, fault)
             else:
@@ -343,14 +344,14 @@ class Subject:
         return Judgement(**about, **fields)  # type: ignore[arg-type]
 
     def unfinished(self) -> Judgement:
-        """What is to be recorded, with a case and in words, if this process does not survive the check."""
+        """The judgement to record if this process dies in the check. Its case and message are added then."""
         about = self._judgement(
             Case(), "known defect" if self.defect else "failed", link=self.defect.link if self.defect else ""
         )
         return msgspec.structs.replace(about, case="")
 
     def ended_by(self, error: Exception) -> Judgement:
-        """What to record if an exception ends the check itself. A call that damaged its process may cause that."""
+        """The judgement to record if an exception ends the check itself, as a call that damaged its process may."""
         return msgspec.structs.replace(
             self.unfinished(), message=f"the check was ended by {type(error).__name__}: {error}"
         )
@@ -359,11 +360,11 @@ class Subject:
         self.emit(self._judgement(case, status, **fields))
 
     def _of_some_cases(self, case: Case) -> Defect | None:
-        """The known defect that explains the failure of this case, where it is one of some cases alone."""
+        """The known defect of some cases that explains a failure of this case."""
         return next((defect for defect in self.defects if defect.where and defect.is_of(case)), None)
 
     def _failed(self, case: Case, **fields: object) -> None:
-        """Records a failure, as a known defect where it is one."""
+        """Records a failure, as a known defect if it is one."""
         of_some = self._of_some_cases(case)
         defect = of_some or self.defect
         words: dict[str, object] = {"message": defect.seen, "link": defect.link} if defect else {}
@@ -375,7 +376,7 @@ class Subject:
 
     @property
     def defect(self) -> Defect | None:
-        """The known defect of this check, whatever the cases."""
+        """The known defect of this check that applies to all cases."""
         return next((defect for defect in self.defects if not defect.where), None)
 
     def _record_judged(
@@ -388,7 +389,7 @@ class Subject:
         given: Inputs | None = None,
         note: str = "",
     ) -> None:
-        """Records the verdicts on an answer. given, note: as of `judge_answer`."""
+        """Records the verdicts on an answer. given, note: as in `judge_answer`."""
         for judged in verdicts:
             self.judged += 1
             fields: dict[str, object] = {"seconds": answer.seconds, "axes": axes or {}}
@@ -412,7 +413,7 @@ class Subject:
         name: TensorName,
         given: Inputs | None,
     ) -> tuple[str, str]:
-        """What was found out about the first failure: which other question it answers, or else where failures begin."""
+        """The other question that a failure answers, or else the simplest case that fails or where failures begin."""
         claim, question = self.claim(case), ""
         if case.heads // case.kv_heads * case.queries * case.keys <= ASKED_ABOUT:
             problem = (given or inputs(case, self.device)).problem(case)
@@ -422,7 +423,7 @@ class Subject:
         return question, (self._simplest(case, name) or self._onset(case, name)) if is_open else ""
 
     def _simplest(self, case: Case, name: TensorName) -> str:
-        """The simplest case that fails, and what it needs to. Empty if it is not simpler."""
+        """The simplest case that fails, and what it needs, in words. Empty if no simpler case fails."""
         end = time.monotonic() + SECONDS_TO_SIMPLIFY
         simple = simplest(case, lambda other: time.monotonic() < end and self._fails(other, name))
         if simple == case:
@@ -432,7 +433,7 @@ class Subject:
         return f"the simplest case that fails: {simple}{words}"
 
     def _onset(self, case: Case, name: TensorName) -> str:
-        """From which magnitude, or shift, the case fails. It is found by halving. Empty if that gives no answer."""
+        """From which magnitude, or shift, the case fails, in words. Halving finds the value."""
         axis = "shift" if case.shift else "magnitude"
         value = getattr(case, axis)
         for _ in range(6):
@@ -445,14 +446,14 @@ class Subject:
         """Whether this tensor of an answer to a case is outside the bound."""
         try:
             found = self._computed(case)
-        except (Refused, Fault, ValueError):  # the last: numbers that the dtype cannot hold
+        except (Refused, Fault, ValueError):  # ValueError: numbers that the dtype cannot hold
             return False
         verdicts = [judging.judge(one.answer, one.case, self.claim(one.case), (name,), one.given) for one in found]
         return not all(judged.passed for of_one in verdicts for judged in of_one)
 
 
 class Recorder:
-    """Adds records that are not judgements to a run: memory, traffic, curves, figures of compilers."""
+    """Adds other records than judgements to a run: memory, traffic, curves, figures of compilers."""
 
     def __init__(self, run: str, emit: Callable[[Record], None]) -> None:
         self.run = run
@@ -461,11 +462,11 @@ class Recorder:
 
 @contextmanager
 def concluded(subject: Subject) -> Generator[None]:
-    """Runs a check, and makes pytest's outcome of what it found."""
+    """Runs a check, and turns its findings into pytest's outcome."""
     try:
         yield
     except Exception as error:
-        subject.emit(subject.ended_by(error))  # the report does not show a check as passed that did not end
+        subject.emit(subject.ended_by(error))  # so that the report does not show an unfinished check as passed
         raise
     if subject.failures:
         pytest.fail(summary(subject), pytrace=False)
@@ -478,9 +479,9 @@ def concluded(subject: Subject) -> Generator[None]:
 
 
 def summary(subject: Subject, most: int = 3) -> str:
-    """The failures of a check in one text: the first few, and the number of the others.
+    """The failures of a check as one text: the first few, and the number of the others.
 
-    What every call ends like is said once.
+    A failure of every call is counted once.
     """
     final = [failure for failure in subject.failures if failure.of_every_call]
     failures = [failure for failure in subject.failures if failure not in final[1:]]

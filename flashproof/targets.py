@@ -1,6 +1,6 @@
-"""Targets: what `--impl` selects. Which implementations a run verifies, and in which dtypes and on which devices.
+"""Targets: what `--impl` selects. The implementations of a run, with their dtypes and devices.
 
-How a name becomes an implementation: `flashproof.loading`.
+`flashproof.loading` turns a name into an implementation.
 """
 
 import os
@@ -18,13 +18,13 @@ from flashproof.sandbox.process_state import FILTERS, left_alone
 
 @dataclass(frozen=True)
 class Target:
-    """One implementation, dtype and device that a check is run for, or the reason why it cannot run here."""
+    """One implementation, dtype and device for a check, or the reason why the implementation cannot run here."""
 
     name: str
     dtype: Dtype
     device: Device
     implementation: Implementation | None
-    missing: str | None  # why it cannot run here
+    missing: str | None  # why the implementation cannot run here
 
     def __str__(self) -> str:
         return f"{self.name}-{self.dtype}-{self.device}"
@@ -32,24 +32,24 @@ class Target:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What came of loading a name."""
+    """The result of loading a name."""
 
     name: str
     implementation: Implementation | None
-    missing: str | None  # the backend that is not installed, where there is no implementation
-    changed: tuple[str, ...]  # global state that its import changed, and that was put back
+    missing: str | None  # the backend that is not installed, if there is no implementation
+    changed: tuple[str, ...]  # global state that the import changed, and that was restored
 
     @property
     def is_external(self) -> bool:
-        """Whether it is not one of the catalogue."""
+        """Whether the implementation is not one of the catalogue."""
         return is_external(self.name)
 
 
 def load_selected(names: Sequence[str]) -> list[Loaded]:
-    """Loads what names and globs select, each once; all of the catalogue if there are none.
+    """Loads what names and globs select, each once. Without names, loads the whole catalogue.
 
-    A backend that is not installed is a reason not to run, unless it is one of an external kernel. Raises what `load`
-    raises for everything else.
+    A missing backend of a catalogue kernel is a reason not to run, and no error. For everything else, the function
+    raises what `load` raises.
     """
     if any(map(is_external, names)):
         make_importable(os.getcwd())  # as for `python -m pytest`
@@ -62,9 +62,9 @@ def load_selected(names: Sequence[str]) -> list[Loaded]:
 def _load_one(name: str) -> Loaded:
     missing = None
     with warnings.catch_warnings(), left_alone() as changed:
-        warnings.simplefilter("ignore")  # a warning is an error in this suite, and a file may warn when it is imported
+        warnings.simplefilter("ignore")  # a file may warn during its import, and a warning is an error in this suite
         try:
-            implementation = replace(load(name), name=name)  # a run knows it by the name that loads it again
+            implementation = replace(load(name), name=name)  # a run uses the name that loads it again
             if is_external(name):
                 implementation = replace(implementation, slow=lambda device: None)
         except ImportError as error:
@@ -75,7 +75,7 @@ def _load_one(name: str) -> Loaded:
 
 
 def targets_of(loaded: Loaded, dtypes: Sequence[Dtype], device: Device | None) -> list[Target]:
-    """The targets of an implementation: the dtypes and devices that it claims, of those that are asked for."""
+    """The targets of an implementation: its claimed dtypes and devices among those that are asked for."""
     found = []
     implementation = loaded.implementation
     for where in _devices(implementation, device):

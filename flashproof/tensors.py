@@ -1,7 +1,7 @@
 """The tensors of a case: the same numbers on every machine, in the memory layouts that the case asks for.
 
-The numbers come from NumPy's Philox bit stream by integer arithmetic, and never from a library's generator of normal
-numbers.
+The numbers are computed from NumPy's Philox bit stream by integer arithmetic, and never by a library's generator of
+normal numbers.
 """
 
 import math
@@ -22,7 +22,7 @@ from flashproof.oracles.problem import Problem
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The tensors of a case, on one device. Contiguous ones stand in a larger buffer of NaN, which they do not own."""
+    """The tensors of a case, on one device. Each contiguous tensor is a part of a larger buffer, filled with NaN."""
 
     query: Float[Tensor, "batch heads queries dim"]
     key: Float[Tensor, "batch kv_heads keys dim"]
@@ -31,7 +31,7 @@ class Inputs:
     block_mask: Bool[Tensor, "batch_or_1 heads_or_1 query_blocks key_blocks"] | None
 
     def problem(self, case: Case) -> Problem:
-        """What the oracles are asked."""
+        """The problem that the oracles solve."""
         blocks = self.block_mask
         blocks = blocks if blocks is None else blocks.expand(case.batch, case.heads, *blocks.shape[2:])
         alignment: dict[str, Literal["top_left", "bottom_right"]] = {"causal": "top_left", "causal-br": "bottom_right"}
@@ -47,26 +47,29 @@ class Inputs:
 
 
 def tensors_of(inputs: Inputs) -> tuple[Tensor, ...]:
-    """Query, key, value and output gradient, and the block mask where there is one."""
+    """Query, key, value and output gradient, and the block mask if there is one."""
     tensors = (inputs.query, inputs.key, inputs.value, inputs.dout)
     return tensors if inputs.block_mask is None else (*tensors, inputs.block_mask)
 
 
 def memory(tensor: Tensor) -> Tensor:
-    """All bytes of the buffer that a tensor stands in, and not only those that it owns: NaN is compared by its bits."""
+    """All bytes of the buffer that contains a tensor, also those outside the tensor.
+
+    A comparison of bytes compares NaN by its bits.
+    """
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def dropout_seed(case: Case) -> int:
-    """The dropout seed of a case. Most use both words of 64 bits, some fit in 31 bits, and some need the 32nd bit."""
+    """The dropout seed of a case. Most seeds use both words of 64 bits, some fit in 31 bits, some need the 32nd bit."""
     seed = (case.seed + 1) * 0x9E3779B97F4A7C15 % 2**64
     return {0: seed >> 33, 1: seed >> 33 | 2**31}.get(case.seed % 5, seed)
 
 
 def inputs(case: Case, device: str | torch.device = "cpu", outside: float = math.nan) -> Inputs:
-    """Builds the tensors of a case. Values are exact in the case's dtype and do not depend on the machine.
+    """Builds the tensors of a case. Their values are exact in the case's dtype and do not depend on the machine.
 
-    outside: what the memory around the tensors and between their rows holds.
+    outside: the value of the memory around the tensors and between their rows.
     """
     numbers = tuple(tensor.to(device) for tensor in _numbers(case))
     memory = Memory(outside)
@@ -93,17 +96,17 @@ def inputs(case: Case, device: str | torch.device = "cpu", outside: float = math
 
 # -------------------------------------------------------------------------------------------------------- numbers
 
-SMALL = 2**18  # numbers, 1 MiB in float32, up to which many cases are remembered
-SMALL_NUMBERS = 2.0**-16  # what small values and output gradients are multiplied by; float16 is subnormal below 2^-14
-LARGE_DOUT = 2.0**8  # what large output gradients are multiplied by
+SMALL = 2**18  # elements, 1 MiB in float32; up to this size, many cases are cached
+SMALL_NUMBERS = 2.0**-16  # the factor of small values and output gradients; float16 is subnormal below 2^-14
+LARGE_DOUT = 2.0**8  # the factor of large output gradients
 Numbers = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _numbers(case: Case) -> Numbers:
-    """The numbers of a case in its dtype, contiguous, on the CPU: query, key, value, dout. Others get copies of them.
+    """The numbers of a case in its dtype, contiguous, on the CPU: query, key, value, dout. Callers receive copies.
 
-    They are remembered. A case is built several times in a row: for the kernel, for the oracle, for rows that are
-    looked at again. A small case is built by every implementation and by several checks.
+    The numbers are cached. A case is built several times in a row: for the kernel, for the oracle, for rows that are
+    compared again. Every implementation and several checks build a small case.
     """
     return (_small if case.numbers <= SMALL else _large)(case)
 
@@ -130,8 +133,8 @@ def _made(case: Case) -> Numbers:
         case "nokeys":
             key = np.zeros_like(key)
         case "spike":
-            # The last coordinate is the same in every query, and is 0 in all keys but one: the scores of this key
-            # rise by the magnitude.
+            # The last coordinate is equal in all queries, and is 0 in all keys except one: the scores of this key rise
+            # by the magnitude.
             query[..., -1], lift = _factors(case.magnitude, scale)
             key[..., -1] = 0.0
             key[:, :, lifted, -1] = lift
@@ -141,7 +144,7 @@ def _made(case: Case) -> Numbers:
     if case.family not in ("spike", "rising"):
         query = query * case.magnitude
     if case.shift:
-        # The first coordinate is the same in every query and in every key: it adds one constant to all scores.
+        # The first coordinate is equal in all queries and in all keys: it adds one constant to all scores.
         query[..., 0], key[..., 0] = _factors(case.shift, scale)
     match case.values:
         case "positive":
@@ -178,7 +181,7 @@ _large = lru_cache(maxsize=8)(_made)
 
 
 def _factors(score: float, scale: float) -> tuple[float, float]:
-    """Two numbers of about one size whose scaled product is the score; the first is a power of two."""
+    """Two numbers of similar size whose scaled product is the score. The first is a power of two."""
     if not score or not scale:
         return 0.0, 0.0
     product = score / scale
@@ -195,14 +198,13 @@ def _raw(case: Case, stream: int, count: int) -> np.ndarray:
 
 
 def _normal(case: Case, stream: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Nearly normal numbers with mean 0 and variance 1, of at most 4.9: sums of eight 16-bit uniform numbers
-    (Irwin-Hall).
+    """Nearly normal numbers with mean 0 and variance 1, at most 4.9 in magnitude.
 
-    They are exact on every machine.
+    Each is a sum of eight uniform 16-bit numbers (Irwin-Hall), so it is exact on every machine.
     """
     count = math.prod(shape)
     uniforms = _raw(case, stream, 2 * count).view(np.uint16).reshape(count, 8)
-    centred = np.einsum("ij->i", uniforms, dtype=np.int64) - 8 * 65535 // 2  # faster along so short an axis than sum()
+    centred = np.einsum("ij->i", uniforms, dtype=np.int64) - 8 * 65535 // 2  # faster than sum() along so short an axis
     return (centred * (math.sqrt(12.0 / 8.0) / 65536.0)).reshape(shape)
 
 
@@ -230,7 +232,7 @@ def _block_mask(case: Case, device: str | torch.device) -> Tensor | None:
     shape = (*entries, math.ceil(case.queries / BLOCK), math.ceil(case.keys / BLOCK))
     share = _raw(case, 4, math.prod(shape)).astype(np.float64) / 2.0**64
     drawn = (share < case.blocks).reshape(shape)
-    if not drawn.any():  # an answer of nothing but zeros would hide every fault
+    if not drawn.any():  # an answer of zeros alone would hide every fault
         drawn[:, :, 0, 0] = drawn[:, :, -1, -1] = True
     mask = torch.from_numpy(drawn).to(device)
     return mask.mT.contiguous().mT if case.layouts[0] == "transposed" else mask
@@ -238,12 +240,12 @@ def _block_mask(case: Case, device: str | torch.device) -> Tensor | None:
 
 # --------------------------------------------------------------------------------------------------------- memory
 
-GUARD = 1024  # elements on either side of a contiguous tensor; keeps the alignment that kernels ask for
+GUARD = 1024  # elements on either side of a contiguous tensor; keeps the alignment that kernels need
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Puts tensors into buffers. outside: what a buffer holds around them and between their rows."""
+    """Places tensors in buffers. outside: the value of a buffer around the tensors and between their rows."""
 
     outside: float
 
@@ -251,13 +253,13 @@ class Memory:
         return torch.full(shape, self.outside, dtype=like.dtype, device=like.device)
 
     def _guarded(self, like: Tensor, shape: tuple[int, ...], begin: int = 0) -> Tensor:
-        """A contiguous tensor with a guard on either side. begin: elements behind an aligned address."""
+        """A contiguous tensor with a guard on either side. begin: the number of elements after an aligned address."""
         count = math.prod(shape)
         start = GUARD + begin
         return self._buffer(like, (count + 2 * GUARD,))[start : start + count].view(shape)
 
     def laid_out(self, tensor: Tensor, layout: Layout, *, offset: bool = False) -> Tensor:
-        """A tensor [batch, heads, length, dim] in a layout. The layouts with strides of 0 have other numbers."""
+        """A tensor [batch, heads, length, dim] in a layout. The layouts with strides of 0 change the numbers."""
         batch, heads, length, dim = tensor.shape
         begin = 1 if offset else 0
         view: Tensor
@@ -297,10 +299,10 @@ class Memory:
 
 
 def laid_out_as(like: Tensor, values: Tensor) -> Tensor:
-    """The values in memory like that of another tensor of their shape: equal strides, equal place in an equal buffer.
+    """The values, in memory like that of another tensor of their shape: the same strides and place in an equal buffer.
 
-    Compilers choose code by all of these. Calls whose bits are compared get tensors that differ in nothing but values.
-    Entries that share memory cannot hold different values; then the values are returned as they are.
+    Compilers choose code by all of these. Calls whose bits are compared receive tensors that differ only in their
+    values. Elements that share memory cannot have different values; then the values are returned unchanged.
     """
     buffer = torch.empty(0, dtype=like.dtype, device=like.device).set_(like.untyped_storage()).clone()
     view = buffer.as_strided(like.shape, like.stride(), like.storage_offset())

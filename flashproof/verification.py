@@ -1,4 +1,4 @@
-"""`flashproof.verify`: a verification that is started from Python, and its result."""
+"""`flashproof.verify`: a verification that Python code starts, and its result."""
 
 import ctypes
 import importlib
@@ -33,33 +33,33 @@ from flashproof.signatures import of_callable
 from flashproof.words import check_processes, check_seconds
 
 PR_SET_PDEATHSIG = 1
-PATIENCE = 10.0  # seconds for a child to end after Ctrl-C, with what it found
+PATIENCE = 10.0  # seconds in which a child may end after Ctrl-C, with what it found
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a verification.
+    """The result of a verification.
 
-    `verified` is true only if nothing failed and something passed of all that was selected: the exit status 0 of
-    `pytest --impl`. `verdict` says what that is worth: after a run that `cases`, `dtypes`, `device` or `quick`
-    narrowed, only a part of the checks passed. `forward_only` is true if the function refused every backward, so that
-    its output alone was verified.
+    `verified` is true only if nothing failed and something passed for everything that was selected. This is the exit
+    status 0 of `pytest --impl`. `verdict` says what this is worth: after a run that `cases`, `dtypes`, `device` or
+    `quick` narrowed, only a part of the checks passed. `forward_only` is true if the function refused every backward,
+    so that only its output was verified.
     """
 
     target: str
     verified: bool
     quick: bool
-    checks: int  # that were run
+    checks: int  # the number of checks that were run
     failures: tuple[Judgement, ...]
     worst: dict[tuple[str, str], Judgement]  # the largest rho, by tensor and dtype: result.worst["dq", "float16"].rho
-    refused: tuple[Judgement, ...]  # what the function declined with a clear exception; not a failure
-    unverified: dict[str, str]  # implementations of which nothing was verified, each with the reason
+    refused: tuple[Judgement, ...]  # what the function declined with a clear exception; not failures
+    unverified: dict[str, str]  # implementations for which nothing was verified, with the reason
     records: Path | None  # the file, if one was asked for
-    report: Path | None  # its first page, if one was asked for
+    report: Path | None  # the first page, if a report was asked for
     said: tuple[str, ...] = field(default=())  # further lines of the run, such as what is not claimed
     verdict: str = ""  # the last line of the run: "verified: 112 checks: 110 passed, 2 left out (nothing to judge)"
     forward_only: bool = False  # whether no gradient was verified in any dtype, because every backward was refused
-    again: bool = True  # whether the command that a failure names can repeat it: the target can be loaded by its name
+    again: bool = True  # whether a failure's command can repeat it: the target can be loaded by its name
 
     def __bool__(self) -> bool:
         return self.verified
@@ -85,7 +85,7 @@ class Result:
         return f"{before}{call}{''.join(behind.partition(chr(10))[1:])}"
 
     def raise_for_failures(self) -> None:
-        """Raises AssertionError with the text of the result, unless it is verified."""
+        """Raises AssertionError with the text of the result, unless the target is verified."""
         if not self.verified:
             raise AssertionError(str(self))
 
@@ -106,19 +106,19 @@ def verify(
     report: Path | str | None = None,
     records: Path | str | None = None,
 ) -> Result:
-    """Verifies an implementation by flashproof's checks, and returns what they found.
+    """Verifies an implementation by flashproof's checks, and returns the result.
 
-    target: a name, as `pytest --impl` takes it; or a function, a module of PyTorch, any other callable, or an
-    `Implementation`. The options mean what those of `pytest --impl` mean. processes: one for each core if it is not
-    given. records, report: a file and a folder; neither is written if it is not given.
+    target: a name, as in `pytest --impl`; or a function, a module of PyTorch, any other callable, or an
+    `Implementation`. The options have the same meaning as those of `pytest --impl`. processes: by default one for each
+    core. records, report: a file and a folder; by default neither is written.
 
-    The verification runs in a fork of this process, so the caller's process stays as it is, and a kernel that crashes
-    or hangs is a failed case. A process that uses CUDA cannot be forked. Where there is a CUDA device, the target runs
-    in a new process if it can be imported by a name (`package.module:function`). A lambda, a closure or another object
-    without a name then runs in this process, as with `-n 0`: nothing protects it from a crash or a hang.
+    The verification runs in a fork of this process. So the caller's process does not change, and a kernel that crashes
+    or hangs is a failed case. A process that uses CUDA cannot be forked. On a machine with a CUDA device, the target
+    runs in a new process if a name (`package.module:function`) can import it. A lambda, a closure or another object
+    without a name then runs in this process, as with `-n 0`. Nothing protects this process from a crash or a hang.
 
-    Raises ValueError for what the command line would not accept, such as an unknown name, and TypeError for an object
-    that is no attention function.
+    Raises ValueError for options that the command line would not accept, such as an unknown name, and TypeError for an
+    object that is no attention function.
     """
     check_processes("auto" if processes is None else processes)
     check_seconds(time_limit)
@@ -156,7 +156,7 @@ def verify(
 
 
 def _named(target: object) -> tuple[str, object | None, bool]:
-    """The name that a run knows the target by, the object if it is one, and whether the name can be imported."""
+    """The target's name in the run, the target if it is an object, and whether the name can be imported."""
     if isinstance(target, str):
         return target, None, True
     if isinstance(target, Implementation) and target.name in CATALOGUE and loading.load(target.name) is target:
@@ -190,7 +190,7 @@ class _Silent(Watcher):
 
 
 def _work(wanted: Wanted, folder: Path) -> None:
-    """Verifies in this process, writes the report if one is asked for, and leaves the outcome in the folder."""
+    """Verifies in this process, writes the report if one is asked for, and writes the outcome to the folder."""
     from flashproof import summary
 
     watcher = _Silent()
@@ -216,25 +216,25 @@ def _work(wanted: Wanted, folder: Path) -> None:
 
 
 def _forked(wanted: Wanted, given: object | None, folder: Path) -> dict[str, Any]:
-    """The outcome of a fork of this process."""
+    """The outcome of a verification in a fork of this process."""
     _prepare()
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python warns of a fork while threads run; they are PyTorch's, and wait
+        warnings.simplefilter("ignore")  # Python warns of a fork while threads run; these are PyTorch's, and wait
         process = os.fork()
     if not process:
         _live(wanted, given, folder)
     try:
         os.waitpid(process, 0)
-    except BaseException:  # Ctrl-C: the child ends with what it found, and takes its workers along
+    except BaseException:  # Ctrl-C: the child ends with what it found, and ends its workers
         _end(process)
         raise
     return _outcome(folder)
 
 
 def _prepare() -> None:
-    """Imports what every fork needs, once. A library that is imported for it sets a variable, which is put back."""
+    """Imports, once, what every fork needs. An imported library sets a variable, so the environment is restored."""
     before = dict(os.environ)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -258,7 +258,7 @@ def _live(wanted: Wanted, given: object | None, folder: Path) -> None:
         os.dup2(log, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
-        for name in [name for name in os.environ if name.startswith("PYTEST_")]:  # of a test that this is called in
+        for name in [name for name in os.environ if name.startswith("PYTEST_")]:  # of a test that calls this
             del os.environ[name]
         warnings.resetwarnings()
         warnings.simplefilter("ignore")
@@ -276,7 +276,7 @@ def _live(wanted: Wanted, given: object | None, folder: Path) -> None:
 
 
 def _end(process: int) -> None:
-    """Ends a child: by Ctrl-C first, then by force."""
+    """Ends a child: first by Ctrl-C, then by force."""
     deadline = time.monotonic() + PATIENCE
     with suppress(ProcessLookupError, ChildProcessError):
         os.kill(process, signal.SIGINT)
@@ -289,7 +289,7 @@ def _end(process: int) -> None:
 
 
 def _spawned(wanted: Wanted, folder: Path) -> dict[str, Any]:
-    """The outcome of a new process, which finds modules where this one finds them."""
+    """The outcome of a verification in a new process, which finds the same modules as this process."""
     (folder / "wanted.json").write_text(json.dumps(asdict(wanted), default=str))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -308,7 +308,7 @@ def _spawned(wanted: Wanted, folder: Path) -> dict[str, Any]:
 
 
 def work_in(folder: Path) -> None:
-    """Verifies, in a new process, what the folder says."""
+    """Verifies, in a new process, what the folder describes."""
     fields = json.loads((folder / "wanted.json").read_text())
     for name in ("targets", "dtypes", "cases"):
         fields[name] = tuple(fields[name])
@@ -318,7 +318,7 @@ def work_in(folder: Path) -> None:
 
 
 def _here(wanted: Wanted, given: object | None, folder: Path) -> dict[str, Any]:
-    """The outcome of a run in this process, which it leaves as it was."""
+    """The outcome of a run in this process, whose state is restored."""
     with (folder / "log").open("w") as log, redirect_stdout(log), redirect_stderr(log), _left_as_it_was():
         _register(wanted, given)
         try:
@@ -336,7 +336,7 @@ def _register(wanted: Wanted, given: object | None) -> None:
 
 @contextmanager
 def _plain_torch() -> Generator[None]:
-    """Inside, PyTorch is as in a new process, whatever mode the caller is in."""
+    """A context in which PyTorch has the state of a new process, whatever the caller's modes are."""
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
@@ -345,7 +345,7 @@ def _plain_torch() -> Generator[None]:
 
 @contextmanager
 def _left_as_it_was() -> Generator[None]:
-    """Puts back what a run changes in its process."""
+    """Restores what a run changes in its process."""
     from threadpoolctl import threadpool_limits
 
     before = [(setting, setting.read()) for setting in SETTINGS]
@@ -362,7 +362,7 @@ def _left_as_it_was() -> Generator[None]:
         for name in [name for name in set(sys.modules) - modules if name.startswith("flashproof.tests.")]:
             sys.modules.pop(name, None)
         for number, handler in handlers.items():
-            with suppress(ValueError):  # not in the main thread, where nothing was changed either
+            with suppress(ValueError):  # not in the main thread, where no handler was changed either
                 signal.signal(number, handler)
         for setting, value in before:
             if setting.read() != value:

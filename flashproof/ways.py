@@ -1,6 +1,6 @@
-"""The ways of calling a kernel, as training and inference do: what is computed for a case, by its `call`.
+"""The ways of calling a kernel, as training and inference call it. The `call` of a case selects one.
 
-Whatever the way, each answer is judged by its own bound.
+Each answer is judged by its own bound, in every way of calling.
 """
 
 import math
@@ -25,12 +25,12 @@ from flashproof.tensors import Inputs, inputs, memory, tensors_of
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """An answer, and what it is the answer to. given: its tensors, where they are not those of the case."""
+    """An answer, and the case that it answers. given: the input tensors, if they are not the case's own."""
 
     answer: Answer
     case: Case
     given: Inputs | None = None
-    note: str = ""  # which of several answers of one way it is
+    note: str = ""  # which answer this is, if a way of calling has several
 
 
 def wanted(case: Case) -> tuple[TensorName, ...]:
@@ -41,9 +41,9 @@ def wanted(case: Case) -> tuple[TensorName, ...]:
 
 
 def arithmetic(implementation: Implementation, case: Case, device: Device) -> Arithmetic:
-    """What an answer is judged by: what the implementation claims, and more roundings under autocast.
+    """The arithmetic by which an answer is judged: the claim of the implementation, with more roundings under autocast.
 
-    There PyTorch's products are rounded to the input dtype, and so are the gradients of each query head.
+    Under autocast, PyTorch rounds products to the input dtype, and also the gradients of each query head.
     """
     claimed = implementation.arithmetic(case.dtype, device)
     if case.call != "autocast":
@@ -52,16 +52,16 @@ def arithmetic(implementation: Implementation, case: Case, device: Device) -> Ar
 
 
 def computed(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
-    """Calls the implementation as the case says. Raises Refused or Fault as `calling.forward` and `go_back`.
+    """Calls the implementation as the case says. Raises Refused or Fault, as `calling.forward` and `go_back` do.
 
-    The answers of one way may come from one memory: all of them are computed before the first is handed out.
+    The answers of one way may share memory, so all of them are computed before the first one is returned.
     """
     yield from _SEVERAL.get(case.call, _one)(implementation, case, device, _Of(case, observer))
 
 
 @dataclass(frozen=True)
 class _Of:
-    """Tells an observer the case that was asked for, whichever calls that takes."""
+    """Tells an observer the case that was asked for, in place of the cases of the single calls."""
 
     case: Case
     observer: Observer
@@ -76,14 +76,14 @@ class _Of:
         self.observer.spoilt()
 
 
-CALLS_BEFORE = 4  # that fill the same tensors, where calls are fast; graphs are captured after the third call
-LARGEST_BATCH = 8  # a batch of up to this size is also called with one entry more
+CALLS_BEFORE = 4  # calls that fill the same tensors, if calls are fast; graphs are captured after the third call
+LARGEST_BATCH = 8  # a batch of up to this size is also called with one more entry
 
 # ------------------------------------------------------------------------------------------------ one forward each
 
 
 def within(context: Callable[[], AbstractContextManager[object]]) -> Run:
-    """Calls within a context."""
+    """A `Run` that calls the function within a context."""
 
     def run(attention: Callable[..., object], leaves: tuple[Tensor, ...], keywords: dict[str, object]) -> object:
         with context():
@@ -116,14 +116,14 @@ def _checkpointed(attention: Callable[..., object], leaves: tuple[Tensor, ...], 
     try:
         return torch.utils.checkpoint.checkpoint(partial(attention, **keywords), *leaves, use_reentrant=False)
     except BaseException as error:
-        # PyTorch 2.11 leaves its hooks for saved tensors in place until these frames are freed. Every later backward of
-        # this process would run the call again.
+        # PyTorch 2.11 leaves its hooks for saved tensors in place until these frames are freed. Until then, every later
+        # backward of this process would repeat the call.
         traceback.clear_frames(error.__traceback__)
         raise
 
 
 def _compiled(attention: Callable[..., object], leaves: tuple[Tensor, ...], keywords: dict[str, object]) -> object:
-    torch._dynamo.reset()  # after some recompilations torch goes on without compiling
+    torch._dynamo.reset()  # after some recompilations, torch continues without compiling
     return torch.compile(attention, backend="aot_eager", dynamic=False)(*leaves, **keywords)
 
 
@@ -135,14 +135,14 @@ _ONE_BY_ONE = threading.Lock()
 
 
 def _in_threads(calls: list[Callable[[], object]]) -> list[object]:
-    """What the calls return, each in a thread of its own, all at once. Raises what the first of them raised."""
+    """The results of calls that run at the same time, each in its own thread. Raises the first exception of them."""
     returned: list[object] = [None] * len(calls)
     raised: list[BaseException] = []
     begin = threading.Barrier(len(calls))
 
     def run(place: int) -> None:
         with _ONE_BY_ONE:
-            torch.get_num_threads()  # torch makes a pool for each thread; two at once end in an error of its own
+            torch.get_num_threads()  # torch makes a pool for each thread; making two at once raises an error in torch
         begin.wait()
         try:
             returned[place] = calls[place]()
@@ -179,7 +179,7 @@ _RUNS: dict[Call, Run] = {
     "default64": within(_default_float64),
     "deterministic": within(_deterministic),
 }
-_AROUND: dict[Call, Callable[[], AbstractContextManager[object]]] = {  # the backward
+_AROUND: dict[Call, Callable[[], AbstractContextManager[object]]] = {  # the contexts of the backward
     "parallel": _parallel,
     "default64": _default_float64,
     "deterministic": _deterministic,
@@ -197,12 +197,12 @@ def _one(implementation: Implementation, case: Case, device: str, observer: Obse
 
 
 def _leaves(case: Case) -> tuple[TensorName, ...]:
-    """The inputs that require a gradient. Under no_grad they do, as parameters of a network."""
+    """The inputs that require a gradient. Under no_grad they do, as parameters of a network do."""
     return GRADIENTS if case.call == "no_grad" else wanted(case)
 
 
 def _answered(call: Forward, **how: Any) -> Answer:
-    """With gradients, where any are wanted and the output carries one."""
+    """The answer of a call, with gradients if any are wanted and the output carries a gradient."""
     if call.case.backward and call.carries_gradient:
         return go_back(call, plain=True, **how)
     return call.answer()
@@ -225,7 +225,7 @@ def _twice(implementation: Implementation, case: Case, device: str, observer: Ob
 
 
 def _another(case: Case, supports: Supports) -> Case:
-    """A case of the same shape with other values and, where they are claimed, other options and strides."""
+    """A case of the same shape with other values, and with other options and strides if they are claimed."""
     masks: list[Masking] = ["full"]
     masks += ["causal"] if "top_left" in supports.causal else []
     masks += ["causal-br"] if "bottom_right" in supports.causal else []
@@ -263,7 +263,7 @@ def _after_another(implementation: Implementation, case: Case, device: str, obse
 
 
 def _renewed(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
-    """As where a graph of calls is replayed. The tensors of all calls are one, or new ones at the same addresses."""
+    """Calls as in the replay of a graph: all use the same tensors, or the last uses new ones at the same addresses."""
     times = 1 if implementation.slow(cast(Device, device)) else CALLS_BEFORE
     others = [replace(case, seed=case.seed + turn) for turn in range(1, times + 1)]
     given, kept = inputs(others[0], device), None
@@ -276,7 +276,7 @@ def _renewed(implementation: Implementation, case: Case, device: str, observer: 
             go_back(before, plain=True)
         kept = before.leaves
     _fill(given, inputs(case, device))
-    if case.call == "readdressed":  # tensors that no one has changed yet, as an allocator hands out what was freed
+    if case.call == "readdressed":  # tensors without earlier changes, as an allocator reuses freed memory
         kept, given = (
             None,
             replace(given, **{name: getattr(given, name).data for name in ("query", "key", "value", "dout")}),
@@ -287,15 +287,15 @@ def _renewed(implementation: Implementation, case: Case, device: str, observer: 
 
 
 def _fill(given: Inputs, fresh: Inputs) -> None:
-    """Copies the numbers of other inputs into the memory of these."""
+    """Copies the numbers of other inputs into the memory of these inputs."""
     for old, new in zip(tensors_of(given), tensors_of(fresh), strict=True):
         memory(old).copy_(memory(new))
 
 
 def _grown(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
-    """As in generation: a call sees one key more than the call before, in the same memory.
+    """Calls as in generation: the second call has one more key than the first, in the same memory.
 
-    The call before is of another sequence. So an answer from keys that the kernel remembers is wrong.
+    The first call is of another sequence, so an answer from remembered keys is wrong.
     """
 
     def answer(one: Case, tensors: Inputs) -> Answer:
@@ -317,7 +317,7 @@ def _grown(implementation: Implementation, case: Case, device: str, observer: Ob
 
 
 def _accumulated(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
-    """A backward of zeros leaves gradients of zero, onto which the next one adds."""
+    """A backward of zeros leaves gradients of zero, to which the next backward adds."""
     given = inputs(case, device)
     nothing = replace(given, dout=given.dout * 0.0)
     first = forward(implementation, case, nothing, wanted=wanted(case), observer=observer)

@@ -1,14 +1,14 @@
-"""Wrappers: the Python code that an error suggests for a function that cannot be verified as it stands.
+"""Wrappers: the Python code that an error suggests for a function that cannot be verified directly.
 
-A wrapper runs as it is printed, and keeps each parameter that flashproof knows. The wrapper of a function of a file
-belongs into that file. Any other wrapper imports its function.
+A wrapper runs as printed, and keeps each parameter that flashproof knows. A wrapper of a function from a file belongs
+in that file. Any other wrapper imports its function.
 """
 
 import inspect
 from collections.abc import Mapping, Sequence
 
 Kind = inspect.Parameter
-# The keywords of the attention call that flashproof knows, and what each is when it changes nothing.
+# The keywords of the attention call that flashproof knows, each with the value that changes nothing.
 NEUTRAL = {
     "is_causal": "False",
     "causal_alignment": "'top_left'",
@@ -19,7 +19,7 @@ NEUTRAL = {
     "dropout_seed": "0",
     "return_lse": "False",
 }
-# What other libraries call them.
+# The names of these keywords in other libraries.
 KNOWN_AS = {
     "causal": "is_causal",
     "sm_scale": "scale",
@@ -45,7 +45,7 @@ def first_of_tuple(parameters: Sequence[Kind], name: str) -> str:
 
 
 def of_arrays(parameters: Sequence[Kind], name: str) -> str:
-    """A wrapper of a function of NumPy arrays. No gradient goes through it."""
+    """A wrapper of a function on NumPy arrays. It carries no gradient."""
     arrays = {"query": "q", "key": "k", "value": "v"}
     convert = "q, k, v = (tensor.detach().float().numpy() for tensor in (query, key, value))"
     without = ("return_lse", "block_mask")
@@ -60,7 +60,7 @@ def to_array(parameters: Sequence[Kind], name: str) -> str:
 
 
 def claiming(name: str) -> str:
-    """An Implementation of a function that does not say what it takes."""
+    """An Implementation of a function whose signature does not name its parameters."""
     function = short(name)
     lines = ["from flashproof import Implementation, Supports", *_import_of(name), ""]
     lines += [f"{VERIFIED} = Implementation(", f'    name="{function}",', f"    attention={function},"]
@@ -69,20 +69,20 @@ def claiming(name: str) -> str:
 
 
 def advice(wrapper: str, name: str) -> str:
-    """The words that suggest a wrapper of the function of a name."""
+    """The words that suggest a wrapper of the named function."""
     place = name.rpartition(":")[0]
     what = f"add this to {place}, and give '{place}:{VERIFIED}'" if _is_file(place) else "give this"
     return f"{what}:\n\n{wrapper}"
 
 
 def needed(parameters: Sequence[Kind]) -> list[str]:
-    """The parameters that a call must give, beside query, key and value."""
+    """The parameters that a call must pass, beside query, key and value."""
     roles = _roles(parameters)
     return [p.name for p in parameters if _is_required(p) and p.name not in roles]
 
 
 def short(name: str) -> str:
-    """What a function is called in its own file: the attribute of a name such as mine.py:attention."""
+    """The name of a function in its own file: the attribute of a name such as mine.py:attention."""
     attribute = name.rpartition(":")[2]
     return attribute if all(part.isidentifier() for part in attribute.split(".")) else "attention"
 
@@ -99,13 +99,13 @@ def _wrapper(
 ) -> str:
     """The code of a wrapper.
 
-    result: what it returns of the {call}. tensors: what it gives for query, key and value. first: its first lines.
-    without: keywords that it does not take.
+    result: the returned expression, with {call} in place of the call. tensors: the arguments for query, key and value.
+    first: the first lines of the wrapper. without: keywords that the wrapper does not take.
     """
     roles, names = _roles(parameters), {p.name for p in parameters}
     left_out = {*without, *(() if {"dropout_p", "dropout_seed"} <= names else ("dropout_p", "dropout_seed"))}
     arguments, keywords, unknown = list[str](), list[str](), list[str]()
-    in_order = True  # whether every parameter so far is given, so that the next one may be given by its place
+    in_order = True  # whether every parameter so far is passed, so that the next one may be passed by position
     needs_number = False
     for p in parameters:
         keyword = KNOWN_AS.get(p.name, p.name)
@@ -152,7 +152,7 @@ def _is_file(place: str) -> bool:
 
 
 def _roles(parameters: Sequence[Kind]) -> dict[str, str]:
-    """Which parameters take query, key and value: those of such names, or else the first three."""
+    """The parameters for query, key and value: those with such names, or else the first three."""
     positional = [p.name for p in parameters if p.kind in (Kind.POSITIONAL_ONLY, Kind.POSITIONAL_OR_KEYWORD)]
     named = {name: ROLES[name.lower()] for name in positional if name.lower() in ROLES}
     return (

@@ -1,1 +1,1 @@
-"""Processes that run kernels: a kernel that crashes or hangs is one failed case, and the run goes on."""
+"""Processes that run kernels. A kernel that crashes or hangs is one failed case, and the run continues."""

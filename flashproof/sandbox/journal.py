@@ -1,7 +1,7 @@
-"""What a process of pytest-xdist leaves behind of a check in which it dies.
+"""The journal of a check: what a process of pytest-xdist leaves behind when it dies in the check.
 
-Kernels of the catalogue run in such processes. xdist says in which test a process died, and starts another one. The
-journal says which case it was, and what was found before.
+Kernels of the catalogue run in such processes. pytest-xdist reports in which test a process died, and starts another
+process. The journal tells which case it was, and what was found before.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ Kind = Literal["about", "given", "returned", "record"]
 
 
 class Journal:
-    """Writes one line at a time, so that every line before a crash can be read. It observes the calls of a process."""
+    """Writes one line at a time, so that every line before a crash is readable. It observes the calls of a process."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: BinaryIO | None = None
 
     def begin(self, test: str, about: Judgement) -> None:
-        """Opens the journal of a check. about: what to record if the process dies in it."""
+        """Opens the journal of a check. about: what to record if the process dies in the check."""
         self._file = _path(self._folder, test).open("wb", buffering=0)
         self._write("about", msgspec.json.encode(about).decode())
 
@@ -39,15 +39,15 @@ class Journal:
             self._file = None
 
     def record(self, line: str) -> None:
-        """Notes a record, as JSON."""
+        """Writes a record, as JSON."""
         self._write("record", line)
 
     def given(self, case: Case) -> None:
-        """Notes that a kernel is called for a case."""
+        """Writes that a kernel is called for a case."""
         self._write("given", str(case))
 
     def returned(self) -> None:
-        """Notes that the kernel returned."""
+        """Writes that the kernel returned."""
         self._write("returned")
 
     def spoilt(self) -> None:
@@ -61,15 +61,15 @@ class Journal:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """What a journal says of a check in which a process died."""
+    """The content of a journal of a check in which a process died."""
 
-    about: Judgement  # what to record of the death itself
+    about: Judgement  # what to record about the death itself
     records: list[Record]
-    case: str  # the last case that a kernel was given
+    case: str  # the last case that a kernel received
     last: Kind  # the kind of the last line
 
     def findings(self) -> list[Record]:
-        """The records, and the death; unless the process ended itself right after it recorded a failure."""
+        """The records and the death, or the records alone if the process ended itself after it recorded a failure."""
         told = self.records[-1] if self.records and self.last == "record" else None
         if isinstance(told, Judgement) and told.status in ("failed", "known defect"):
             return self.records
@@ -80,7 +80,7 @@ class Unfinished:
 
 
 def read(folder: Path, test: str) -> Unfinished | None:
-    """What a process left of a check, or None if it left nothing."""
+    """The content of a check's journal, or None if there is none."""
     path = _path(folder, test)
     if not path.exists():
         return None

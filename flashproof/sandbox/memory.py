@@ -1,4 +1,4 @@
-"""Bytes of memory that the machine has left."""
+"""The memory that the machine has left, in bytes."""
 
 import re
 from contextlib import suppress
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def available_memory() -> int:
-    """Bytes that the machine, or the control group of this process, has left. At least 1 GiB."""
+    """The bytes that the machine, or the control group of this process, has left. At least 1 GiB."""
     found = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
     left = [int(found[1]) * 1024] if found else []
     group = Path("/sys/fs/cgroup")
@@ -16,6 +16,6 @@ def available_memory() -> int:
 
 
 def held_data() -> int:
-    """Bytes of data that this process holds."""
+    """The bytes of data that this process holds."""
     found = re.search(r"VmData:\s*(\d+)", Path("/proc/self/status").read_text())
     return int(found[1]) * 1024 if found else 0

@@ -1,12 +1,12 @@
 """The pool: the worker processes of a run, seen from its main process.
 
-External kernels run in workers, so that whatever a kernel does to its process is one failed case. The main process
-collects the checks, hands them out and keeps the records; it never calls a kernel. A worker runs the checks of one
-external kernel, or of the catalogue. When a worker dies, or is ended because a call did not return, another worker goes
-on with the next case.
+External kernels run in workers, so that any damage that a kernel does to its process is one failed case. The main
+process collects the checks, distributes them and keeps the records. It never calls a kernel. A worker runs the checks
+of one external kernel, or of the catalogue. When a worker dies, or the pool ends it because a call did not return,
+another worker continues with the next case.
 
-Workers are forks of the main process, which takes milliseconds. A CUDA device does not survive a fork, so where there
-is one, each worker is a new pytest process.
+Workers are forks of the main process, which start in milliseconds. A CUDA device does not survive a fork, so on a
+machine with a CUDA device, each worker is a new pytest process.
 """
 
 import os
@@ -35,14 +35,14 @@ from flashproof.sandbox.journal import SPOILT
 from flashproof.sandbox.memory import available_memory
 from flashproof.sandbox.worker import Worker
 
-TICK = 0.25  # seconds between two looks at workers that are silent
-SILENCE = 10  # time limits that may pass without a message while no kernel runs: the oracles of a long case
+TICK = 0.25  # seconds between two inspections of silent workers
+SILENCE = 10  # time limits without a message while no kernel runs: the oracles of a long case take time
 PATIENCE = 4  # time limits by the clock, for a kernel that works but waits for the processor
-DYING = 3.0  # seconds from the end of a process' connection to its own end; a GPU makes it slow
-DEATHS = 3  # of one check, after which the rest of its cases is left out
+DYING = 3.0  # seconds from the end of a process' connection to its own end, which a GPU delays
+DEATHS = 3  # deaths in one check, after which the rest of its cases is left out
 HANGS = 3  # of one implementation, after which its other checks are left out; each one quarters the time limit
 MEMORY = 2**32  # bytes that a worker may take, if the machine has them
-SHARE = 0.25  # of a GPU's memory, for each worker, at least
+SHARE = 0.25  # the least share of a GPU's memory for each worker
 VERIFIER = Path(__file__).resolve().parents[1]  # the folder of the package
 
 
@@ -51,22 +51,22 @@ class Job:
     """A check of one implementation, dtype and device, for a worker to run."""
 
     item: pytest.Item
-    owner: str  # the external kernel, or "" for the whole catalogue: a worker serves one owner
+    owner: str  # the external kernel, or "" for the whole catalogue; a worker serves one owner
     cases: list[str]
-    after: int = -1  # the check goes on behind this case
-    reached: int = -1  # the last case of the list that a kernel was given
-    current: str = ""  # the case that a kernel was given last, as a line
+    after: int = -1  # the check continues after this case
+    reached: int = -1  # the last case of the list that a kernel received
+    current: str = ""  # the line of the case that a kernel received last
     deaths: int = 0
     blocks: list[str] = field(default_factory=list)  # failures of workers that died, in words
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker was when it stopped. `line` is a line of the kernel's Python, if one was running."""
+    """Where a worker was when it stopped. `line` is a line of the kernel's Python, if such a line was running."""
 
     line: str = ""  # "mine.py, line 12, in attention"
-    in_native_code: bool = False  # the stack is known, and holds no line of the kernel's Python
-    last_words: str = ""  # what the process printed last, where no stack is known
+    in_native_code: bool = False  # the stack is known, and contains no line of the kernel's Python
+    last_words: str = ""  # the last output of the process, if no stack is known
 
     def __str__(self) -> str:
         if self.line:
@@ -77,30 +77,30 @@ class Place:
 
 
 class Run(Protocol):
-    """What the pool needs of the run that it works for."""
+    """What the pool needs from its run."""
 
     name: str
 
     def limit(self, item: pytest.Item, *, first: bool) -> float:
-        """Seconds for a call of a check's kernel. first: no call of this kernel has returned yet."""
+        """The time limit of a call of a check's kernel, in seconds. first: no call of this kernel has returned yet."""
 
     def owner(self, item: pytest.Item) -> str:
-        """The external kernel of a check, or "" for one of the catalogue."""
+        """The external kernel of a check, or "" for a kernel of the catalogue."""
 
     def cases(self, item: pytest.Item) -> list[str]:
         """The case lines of a check."""
 
     def left_out(self, item: pytest.Item) -> str:
-        """Why a check is not to be run, after what the others have found; empty if it is to be run."""
+        """The reason to leave a check out, from earlier findings; empty if the check is to run."""
 
     def record(self, record: Record) -> None:
-        """Takes a record."""
+        """Writes a record."""
 
     def fail(self, item: pytest.Item, case: str, message: str) -> str:
         """Records a failure of a check's case. Returns the failure in words."""
 
     def become_worker(self, worker: Worker) -> None:
-        """Is called in a fork, which is a worker from now on."""
+        """Is called in a fork that becomes a worker."""
 
 
 class WorkerProcess:
@@ -110,8 +110,8 @@ class WorkerProcess:
         self.owner = owner
         self.job: Job | None = None
         self.calling = False
-        self.since = time.monotonic()  # the last message
-        self.worked: float | None = None  # processor seconds, read a little later
+        self.since = time.monotonic()  # the time of the last message
+        self.worked: float | None = None  # processor seconds, measured shortly after that
         self.log = tempfile.TemporaryFile()  # noqa: SIM115
         self.connection, theirs = Pipe()
         self.process = start(theirs, self.log.fileno())
@@ -119,7 +119,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process, and of the group of all processes that it starts."""
+        """The id of the process, and of the group of all processes that it starts."""
         return self.process if isinstance(self.process, int) else self.process.pid
 
     def status(self) -> int | None:
@@ -136,11 +136,11 @@ class WorkerProcess:
     def begin(self, job: Job) -> None:
         """Gives the worker a job."""
         self.job, self.calling, self.since, self.worked, job.current = job, False, time.monotonic(), None, ""
-        with suppress(OSError):  # the worker has died; the pool notices it next
+        with suppress(OSError):  # the worker has died; the pool notices this next
             self.connection.send((job.item.nodeid, job.after))
 
     def end(self, patience: float = 5.0) -> None:
-        """Ends the process and all that it started."""
+        """Ends the process and all processes that it started."""
         deadline = time.monotonic() + patience
         while self.status() is None and time.monotonic() < deadline:
             os.kill(self.pid, signal.SIGKILL)
@@ -151,9 +151,9 @@ class WorkerProcess:
         self.log.close()
 
     def place(self, check: Path) -> Place:
-        """Where the process was, from the stack that faulthandler wrote. check: the file of the check.
+        """Where the process was, by the stack that faulthandler wrote. check: the file of the check.
 
-        The line is the innermost one that belongs to no installed package.
+        The line is the innermost line outside all installed packages.
         """
         self.log.seek(0)
         text = self.log.read().decode(errors="replace")
@@ -174,8 +174,9 @@ class WorkerProcess:
     def is_overdue(self, seconds: float) -> bool:
         """Whether a silent worker has used up its time.
 
-        What counts is processor time, its own and that of all that it started, since a compiler may wait for its turn
-        on a busy machine. Time by the clock counts if it does next to nothing, and if it takes far too long.
+        The limit applies to processor time, of the worker and of all processes that it started, since a compiler may
+        wait for the processor on a busy machine. The limit applies to clock time if the worker does almost nothing. A
+        multiple of the limit applies to clock time in every case.
         """
         silent = time.monotonic() - self.since
         if self.worked is None and silent > min(1.0, seconds / 4):
@@ -192,20 +193,20 @@ class Pool:
     def __init__(
         self, session: pytest.Session, items: Sequence[pytest.Item], run: Run, *, count: int, spawns: bool
     ) -> None:
-        """items: of the session. count: workers at a time. spawns: each worker is a new pytest process and no fork."""
+        """items: of the session. count: workers at a time. spawns: each worker is a new pytest process, not a fork."""
         self.session, self.config, self.run_of, self.spawns = session, session.config, run, spawns
         self.jobs = deque(Job(item, run.owner(item), run.cases(item)) for item in items)
         self.slots: list[WorkerProcess | None] = [None] * max(1, min(count, len(self.jobs)))
-        self.first: dict[str, Job] = {}  # of an owner, the job that its others wait for: they may have nothing to do
+        self.first: dict[str, Job] = {}  # for each owner, the job that its others wait for: it may show them needless
         self.ended: set[str] = set()  # owners whose first job has ended
         self.hangs: dict[str, int] = {}
-        self.slowest: dict[str, float] = {}  # of an owner, the seconds of its longest call that returned
+        self.slowest: dict[str, float] = {}  # for each owner, the seconds of its longest call that returned
         self.memory = min(available_memory() // (len(self.slots) + 1), MEMORY)
 
     def run(self) -> None:
         """Works until every item is reported."""
         if not self.spawns:
-            # The first backward imports sympy, which takes half a second: once here, and not in each fork.
+            # The first backward imports sympy, which takes half a second. This imports it once, and not in each fork.
             leaf = torch.ones(1, requires_grad=True)
             torch.autograd.grad(leaf * 2.0, leaf, torch.ones(1))
         try:
@@ -237,7 +238,7 @@ class Pool:
             job = self._next_job(worker)
             if reason := self._left_out(job):
                 self.jobs.remove(job)
-                if job.blocks:  # its worker died before: the check has failed already
+                if job.blocks:  # its worker died before, so the check has already failed
                     self._report(job, "failed", "\n\n".join(job.blocks))
                 else:
                     self._report(job, "skipped", (str(job.item.path), None, f"Skipped: {reason}"))
@@ -247,7 +248,7 @@ class Pool:
                     worker.end()
                 worker = self.slots[slot] = WorkerProcess(job.owner, self._spawn if self.spawns else self._fork)
             if self._waits(job):
-                return  # the worker starts meanwhile
+                return  # meanwhile, the worker starts
             self.jobs.remove(job)
             if job.owner:
                 self.first.setdefault(job.owner, job)
@@ -260,14 +261,14 @@ class Pool:
         return self.run_of.left_out(job.item)
 
     def _waits(self, job: Job) -> bool:
-        """Whether the first check of an external kernel is still at work."""
+        """Whether the first check of this external kernel has not ended yet."""
         return job.owner in self.first and job.owner not in self.ended
 
     def _next_job(self, worker: WorkerProcess | None) -> Job:
-        """A job of the worker's owner if one is left.
+        """The next job, one of the worker's owner if possible.
 
-        Jobs with cases that no other worker has at the moment come first: two workers with the same cases would compute
-        the same exact results, and whoever comes later finds them.
+        Jobs whose cases no other worker has at the moment come first. Two workers with the same cases would compute the
+        same exact results. A worker that takes them later can reuse the results.
         """
         ready = [job for job in self.jobs if not self._waits(job)] or list(self.jobs)
         of_owner = [job for job in ready if worker is not None and job.owner == worker.owner]
@@ -276,14 +277,14 @@ class Pool:
         return next((job for job in waiting if job.cases not in at_work), waiting[0])
 
     def _hear(self, worker: WorkerProcess) -> None:
-        """Takes what a worker has sent so far."""
+        """Processes what a worker has sent so far."""
         while worker.job is not None:
             try:
                 if not worker.connection.poll():
                     return
                 kind, content = worker.connection.recv()
             except Exception:  # the connection has ended, or a damaged process did not finish a message
-                time.sleep(0.05)  # the connection closes a moment before the process is gone
+                time.sleep(0.05)  # the connection closes shortly before the process ends
                 lives, deadline = worker.status() is None, time.monotonic() + DYING
                 while worker.status() is None and time.monotonic() < deadline:
                     time.sleep(0.01)
@@ -313,12 +314,12 @@ class Pool:
             case "done":
                 worker.job = None
                 self.ended.add(job.owner)
-                if content:  # it has lost its device: the next check gets another worker
+                if content:  # it has lost its device; the next check gets another worker
                     worker.end()
                     self.slots[self.slots.index(worker)] = None
 
     def _look_after(self, worker: WorkerProcess) -> None:
-        """Ends a worker whose time is up, and accounts for one that died."""
+        """Ends a worker after its time limit, and handles the death of a worker."""
         job = worker.job
         assert job is not None
         if (status := worker.status()) is not None:
@@ -334,14 +335,14 @@ class Pool:
             seconds = SILENCE * self.run_of.limit(job.item, first=False)
         if not worker.is_overdue(seconds):
             return
-        os.kill(worker.pid, signal.SIGUSR1)  # faulthandler writes the stack, whoever holds the interpreter's lock
+        os.kill(worker.pid, signal.SIGUSR1)  # faulthandler writes the stack, even while the interpreter is locked
         time.sleep(0.1)
         self.hangs[job.owner] = hangs + 1
         allowed = f"no answer within {seconds:g} s" if worker.calling else f"no sign of life for {seconds:g} s"
         self._lose(worker, f"{allowed} (--time-limit SECONDS sets another limit)")
 
     def _lose(self, worker: WorkerProcess, how: str, *, status: int = 0) -> None:
-        """A worker is gone. Its case has failed; its check goes on behind this case, in another worker."""
+        """Handles the loss of a worker. Its case has failed, and another worker continues its check after this case."""
         job = worker.job
         assert job is not None
         place = worker.place(job.item.path)
@@ -353,9 +354,9 @@ class Pool:
         self.slots[self.slots.index(worker)] = None
         self.ended.add(job.owner)
         job.deaths += 1
-        if status != SPOILT:  # such a worker has recorded the failure itself
+        if status != SPOILT:  # with SPOILT, the worker has recorded the failure itself
             job.blocks.append(self.run_of.fail(job.item, job.current, message))
-        known = job.reached > job.after or not job.current  # whether it is known where to go on
+        known = job.reached > job.after or not job.current  # whether the position to continue from is known
         if known and job.reached + 1 < len(job.cases) and job.deaths < DEATHS:
             job.after = job.reached
             self.jobs.appendleft(job)
@@ -379,7 +380,7 @@ class Pool:
 
     def _fork(self, connection: Connection, log: int) -> int:
         with warnings.catch_warnings():
-            # Python warns of a fork while threads run. They are NumPy's, which wait for work.
+            # Python warns of a fork while threads run. These threads are NumPy's, which wait for work.
             warnings.simplefilter("ignore")
             pid = os.fork()
         if not pid:
@@ -413,7 +414,7 @@ class Pool:
         words = [str(word) for word in self.config.invocation_params.args]
         share = max(0.9 / len(self.slots), SHARE)
         worker = f"--worker={connection.fileno()},{log},{share},{self.run_of.name}"
-        # Checks do not use assertions, and to rewrite assertions takes a second.
+        # Checks do not use assertions, and rewriting assertions takes a second.
         command = [sys.executable, "-m", "pytest", *words, "-n0", "--assert=plain", worker]
         return subprocess.Popen(
             command,
@@ -434,10 +435,10 @@ def _how(status: int, calling: bool) -> str:
 
 
 def _processor_seconds(process: int) -> float:
-    """Processor time of a process and its descendants."""
+    """The processor time of a process and its descendants."""
     parents, ticks = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # the process is gone by now
+        with suppress(OSError):  # the process has ended
             fields = path.read_text().rpartition(")")[2].split()
             pid = int(path.parent.name)
             parents[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))

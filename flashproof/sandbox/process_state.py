@@ -1,6 +1,6 @@
-"""The state of the process that a call must leave as it found it.
+"""The state of the process that a call must not change.
 
-It is read before a call, compared after it, and put back.
+It is read before a call, compared after the call, and restored.
 """
 
 import os
@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-_ONE, _SUBNORMAL = 1.0, 5e-324  # their product is 0 where subnormals are flushed
+_ONE, _SUBNORMAL = 1.0, 5e-324  # their product is 0 if subnormals are flushed
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A piece of global state: how it is read, and how an earlier reading is put back."""
+    """A piece of global state: how to read it, and how to restore an earlier reading."""
 
     name: str
     read: Callable[[], Any]
@@ -26,7 +26,7 @@ class Setting:
 
 
 def _cuda() -> tuple[int, torch.cuda.Stream] | None:
-    """The current device and stream, once there are any."""
+    """The current device and stream. None before CUDA is initialised."""
     started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return (torch.cuda.current_device(), torch.cuda.current_stream()) if started else None
 
@@ -40,11 +40,11 @@ def _put_cuda_back(before: tuple[int, torch.cuda.Stream] | None) -> None:
 def _float32_precision() -> str | None:
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # set by two interfaces that contradict each other: torch then answers neither
+    except RuntimeError:  # set by two interfaces that contradict each other; torch then raises for both
         return None
 
 
-FILTERS = "the warnings filters"  # modules that are imported by a first call add to them
+FILTERS = "the warnings filters"  # imports of modules during a first call add filters
 SETTINGS = (
     Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Setting(
@@ -75,14 +75,12 @@ SETTINGS = (
     ),
     Setting("the current CUDA device or stream", _cuda, _put_cuda_back),
     Setting("the working directory", os.getcwd, os.chdir),
-    Setting(
-        FILTERS, lambda: list(warnings.filters), lambda filters: None
-    ),  # the caller's catch_warnings puts them back
+    Setting(FILTERS, lambda: list(warnings.filters), lambda filters: None),  # the caller's catch_warnings restores them
 )
 
 
 class _Unclosable:
-    """A stream that notes an attempt to close it. A logger that was made during a call can go on writing to it."""
+    """A stream that notes an attempt to close it. A logger that was made during a call can keep writing to it."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -97,9 +95,9 @@ class _Unclosable:
 
 @contextmanager
 def left_alone() -> Generator[list[str], None, None]:
-    """While this is open, a call runs. Afterwards the list names what the call changed, and all of it is put back.
+    """The context of a call. Afterwards the list names what the call changed, and everything is restored.
 
-    The warnings filters are put back by the `catch_warnings` around it.
+    The `catch_warnings` around the context restores the warnings filters.
     """
     changed: list[str] = []
     before = [(setting, setting.read()) for setting in SETTINGS]

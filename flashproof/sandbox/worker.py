@@ -1,6 +1,6 @@
 """A worker: a process that runs the checks of external kernels, one at a time, and reports everything to the pool.
 
-It sends each record as soon as it is made, and each case before a kernel gets it. So nothing is lost when it dies.
+It sends each record at once, and each case before a kernel receives it. So nothing is lost when the worker dies.
 """
 
 import ctypes
@@ -28,18 +28,19 @@ class Worker:
     """The worker's side of its connection to the pool. It observes the calls of its process."""
 
     def __init__(self, connection: Connection, log: int, *, memory: int | None = None, share: float = 1.0) -> None:
-        """log: a file for the stack at a crash or a hang.
+        """log: a file for the stack of a crash or a hang.
 
-        memory: bytes that the process may take beside what it has. share: of the memory of a GPU.
+        memory: the bytes that the process may take beside those that it already has. share: the share of a GPU's
+        memory.
         """
         self.connection = connection
-        self.after = -1  # the current check goes on behind this case of its list
+        self.after = -1  # the current check continues after this case of its list
         self.log = os.fdopen(log, "wb", buffering=0)
         faulthandler.enable(file=self.log, all_threads=False)
         faulthandler.register(signal.SIGUSR1, file=self.log, all_threads=False)
         libc = ctypes.CDLL(None)
-        # Memory from malloc, and memory given back to it, holds no zeros: a kernel that reads it before it writes it
-        # is seen. Large blocks come from the same place, since new pages of the system hold zeros.
+        # Memory from malloc, and memory returned to it, holds no zeros. This reveals a kernel that reads memory before
+        # it writes it. Large blocks come from malloc's heap too, since new pages of the system hold zeros.
         libc.mallopt(M_MMAP_THRESHOLD, 2**25)
         libc.mallopt(M_PERTURB, 0x01)  # bytes of 0xfe: -1.7e38 in float32 and bfloat16, NaN in float16
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a worker does not outlive its run
@@ -52,7 +53,7 @@ class Worker:
 
     @classmethod
     def spawned(cls, words: str) -> "Worker":
-        """A worker that was started as a new pytest process. words: the value of its option --worker."""
+        """A worker that was started as a new pytest process. words: the value of the option --worker."""
         connection, log, share = words.split(",")[:3]
         return cls(Connection(int(connection)), int(log), share=float(share))
 
@@ -73,14 +74,14 @@ class Worker:
         self._send("returned")
 
     def spoilt(self) -> None:
-        """Ends the process; the pool starts another one."""
+        """Ends the process; the pool starts another worker."""
         os._exit(SPOILT)
 
     def serve(self, session: pytest.Session) -> None:
         """Runs checks until the pool closes the connection."""
         for unheard in ("PytestUnraisableExceptionWarning", "PytestUnhandledThreadExceptionWarning"):
-            # They come from an object that a kernel left to the garbage collector, or from a thread of its own, and
-            # appear in whichever check runs then. They are no answer to a case.
+            # These warnings come from an object that a kernel left to the garbage collector, or from a kernel's thread.
+            # They appear in any later check, and are no answer to a case.
             session.config.addinivalue_line("filterwarnings", f"ignore::pytest.{unheard}")
         items = {item.nodeid: item for item in session.items}
         while True:
@@ -97,7 +98,7 @@ class Worker:
 
 
 def _has_lost_its_device() -> bool:
-    """Whether the CUDA device answers with errors from now on. A kernel may cause that after its call returned."""
+    """Whether the CUDA device now answers with errors. A kernel may cause this after its call returned."""
     try:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
