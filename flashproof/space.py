@@ -502,6 +502,9 @@ def _a_cache_can_grow(known: Known) -> bool:
 # ------------------------------------------------------------------------------------------------------------ array
 
 
+# Cases of plain numbers, in each dtype. A bias shows in them. In most cases of a small array, the numbers or the shape
+# hide it. Scales are those that 16 bits do not hold.
+PLAIN_CASES = ("b1 h2/1 q130 k130 d40 causal scale0.3", "b2 h1 q100 k100 d56")
 # The attention shapes of widely used models: query heads, key heads and head dim. Kernels have code for exactly these
 # shapes. With the dtype, a shape is a combination of several levels, so the array contains few of each.
 MODELS = {
@@ -768,12 +771,12 @@ class Space:
     @property
     def cases(self) -> list[Case]:
         """The cases of a run: the array, the sequences that are too long for the array, and the shapes of models."""
-        return self.array + self._long() + self._models()
+        return self.array + self._beside
 
     @property
     def size(self) -> int:
         """The number of cases. Counting takes no time once the rows are known; building the cases takes a second."""
-        return len(self._rows.rows) + len(self._long()) + len(self._models())
+        return len(self._rows.rows) + len(self._beside)
 
     @cached_property
     def array(self) -> list[Case]:
@@ -790,8 +793,6 @@ class Space:
 
     def _long(self) -> list[Case]:
         """Plain cases of the longest classes, with as many keys as queries. There is no room for other levels."""
-        if self.room.steps < math.inf or not self.room.pairs:
-            return []
         found = []
         for number, length in enumerate(("over 1024", "over 4096")):
             dtypes = self.levels["dtype"]
@@ -801,10 +802,18 @@ class Space:
             found.append(replace(case, heads=1, kv_heads=1))
         return found
 
+    @cached_property
+    def _beside(self) -> list[Case]:
+        """The cases beside the array."""
+        if not self.room.pairs:
+            return []
+        found = [Case.parse(f"{line} {dtype}") for line in PLAIN_CASES for dtype in self.dtypes]
+        if self.room.steps == math.inf:
+            found += self._long() + self._models()
+        return [case for case in found if not_claimed(case, self.supports) is None]
+
     def _models(self) -> list[Case]:
         """The attention shapes of models in each dtype: causal as in training, and one query as in generation."""
-        if self.room.steps < math.inf or not self.room.pairs:
-            return []
         shapes = [(dtype, *shape) for shape in MODELS.values() for dtype in self.dtypes]
         found = []
         for number, (dtype, heads, kv_heads, dim) in enumerate(shapes):
@@ -812,7 +821,7 @@ class Space:
             length = LENGTHS["past a tile"][number % 8]
             found.append(replace(model, queries=length, keys=length, mask="causal"))
             found.append(replace(model, queries=1, keys=1000 + number, call="inference"))
-        return [case for case in found if not_claimed(case, self.supports) is None]
+        return found
 
     @property
     def coverage(self) -> tuple[Coverage, Coverage]:

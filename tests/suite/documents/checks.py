@@ -38,8 +38,8 @@ COVERED = """
 These are {factors} factors with {levels} levels. The array of a kernel that claims all of them has {cases} cases on a
 CPU. They hold all {pairs} pairs, and {share} % of the {triples} triples.
 
-Beside the array, such a kernel is called as models call it, in each dtype, for training and for one token of
-generation. The models are {models}.
+Beside the array are a few cases of plain numbers, since a bias shows best in them. Such a kernel is also called as
+models call it, in each dtype, for training and for one token of generation. The models are {models}.
 """
 COMBINED = """
 ### Combination mutants
