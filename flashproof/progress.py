@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashproof import summary
-from flashproof.cases import Case
+from flashproof.cases import OF_DOUT, Case
 from flashproof.failures import one_screen
 from flashproof.reports import wording
 from flashproof.reports.evidence import DTYPES, TENSORS, size, worst_rho
@@ -214,10 +214,12 @@ class CaseDisplay(Display):
 
 
 def _is_normal(line: str) -> bool:
-    """Whether a case has normal numbers and the default scale, and several keys."""
+    """Whether a case has normal numbers that differ from one another, and every query sees several keys."""
     case, plain = Case.parse(line), Case()
-    numbers = ("family", "magnitude", "shift", "values", "douts", "scale")
-    return case.keys > 1 and all(getattr(case, name) == getattr(plain, name) for name in numbers)
+    numbers = ("family", "magnitude", "shift", "values", "douts", "scale", "mask", "blocks", "dropout")
+    is_plain = all(getattr(case, name) == getattr(plain, name) for name in numbers)
+    is_apart = not {*case.layouts} & {"expanded", *OF_DOUT} and not case.sharing.startswith("one-")
+    return is_plain and is_apart and case.keys > 1
 
 
 def _rho(judgement: Judgement) -> str:

@@ -45,8 +45,8 @@ _ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.
 # supports the subnormal numbers of float16.
 _UNDERFLOW = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126, torch.float64: 2.0**-1022}
 _PRODUCTS = {"exact": 0.0, "3xtf32": 2.0**-21, "tf32": 2.0**-10}
-# This limit keeps exponentials and their products finite in float64. A bound of 1e260 excuses any number.
-_LARGEST_EXPONENT = 600.0
+# This limit keeps exponentials and the products of two of them finite in float64. A bound of 1e130 excuses any number.
+_LARGEST_EXPONENT = 300.0
 
 Form = Literal["deterministic", "statistical"]
 

@@ -162,6 +162,14 @@ def test_slopes_from_cast_weights_are_no_lean(seed: int) -> None:
     assert (bias.leans, with_others.leans) == (False, True)
 
 
+def test_a_bound_that_says_nothing_is_finite() -> None:
+    """Scores of 10000 are rounded to 16 bits, so weights may be wrong by a factor of exp(400)."""
+    problem = problem_of("b1 h1 q16 k16 d136 bfloat16 rising x12 shift10000 scale0.02 one-qkv")
+    found = bounds.bounds(problem, Claim(Arithmetic(products="input")))
+    assert all(bool(getattr(found, name).isfinite().all()) for name in ("out", "lse", "dq", "dk", "dv"))
+    assert found.dq.max() > 1e38
+
+
 LOOSER = {
     "tensor cores truncate": (Arithmetic(), Arithmetic(accumulate="tensor_core")),
     "float64 is finer": (Arithmetic(accumulate="float64"), Arithmetic()),
