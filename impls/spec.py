@@ -98,8 +98,8 @@ class Arithmetic:
     # exp(lse) with a rounded LSE, as in a second pass over the keys, or when parts of the keys are merged by their
     # LSEs.
     normaliser: Literal["sum", "lse"] = "sum"
-    # The dtype in which the contributions to a gradient are summed. "input": the dtype of query. "heads": float32 within
-    # a query head, and the input dtype over the query heads of a group.
+    # The dtype in which the contributions to a gradient are summed. "input": the dtype of query. "heads": float32
+    # within a query head, and the input dtype over the query heads of a group.
     gradients: Literal["float32", "heads", "input"] = "float32"
     exp_ulps: float = 2.0  # error of the exponential, in units in the last place
     exp_smallest: float = 2.0**-126  # a float32 exponential below this may become 0
