@@ -33,38 +33,48 @@ _ROWS = 256  # the number of queries whose mask is computed at once
 class Verdict:
     """The verdict on one tensor."""
 
-    tensor: TensorName
-    dtype: str
-    rho: float  # the largest ratio of error to the deterministic bound; inf for an error that no bound allows, as NaN
-    rho_statistical: float | None  # the ratio to the probabilistic bound, if it decides too: float32 on FMA units
-    worst: Worst  # the element with the larger of the two: index, got, exact, error, bound
-    bias: Bias | None  # None if it is not judged: for lse, and for few rows or columns
-    # "certified": the exact value is enclosed in a ball. "bounded": float64 computes it. "sampled": float64 computes
-    # it, and some rows are compared with balls.
+    tensor: TensorName  # which tensor this is
+    dtype: str  # the dtype of the tensor, "float16"
+    # The largest ratio of error to deterministic bound. It is inf where no bound excuses a result, such as a NaN.
+    rho: float
+    # The largest ratio of error to probabilistic bound. None where that bound does not gate: outside float32 on FMA
+    # units.
+    rho_statistical: float | None
+    worst: Worst  # the element with the larger of the two ratios
+    bias: Bias | None  # the mean error. None where it is not judged: of the LSE, and of few rows or columns
+    # How the exact value is known. "certified": it is enclosed in a ball, a number with a proven radius. "bounded": it
+    # was computed in float64, with a bound on the error of float64. "sampled": the same, and rows were compared with
+    # balls.
     certainty: Certainty
-    passed: bool
-    row: str  # describes the row of the worst element, if the tensor failed
-    bound: Float64[Tensor, "*shape"] | None  # the bound of every element, if it was asked for
-    exact: Float64[Tensor, "*shape"] | None  # the exact result, if it was asked for
+    passed: bool  # whether both ratios are at most 1, and the mean error does not lean
+    row: str  # what the row of the worst element looks like, if the tensor failed; else empty
+    bound: Float64[Tensor, "*shape"] | None  # the bound on each element, if `with_bounds` asked for it
+    exact: Float64[Tensor, "*shape"] | None  # the exact result, if `with_bounds` asked for it
     _judgement: Judgement = field(repr=False)
 
     @property
     def worst_rho(self) -> float:
-        """The larger of the two rhos. A value up to 1 passes."""
+        """The larger of `rho` and `rho_statistical`: up to 1 passes."""
         return max(self.rho, self.rho_statistical or 0.0)
 
     def __str__(self) -> str:
-        """The tensor's block: rho, error and bound. After a failure also the worst element, its row and the bias."""
+        """Returns rho, error and bound in a line. If the tensor failed, further lines tell of the worst element, its
+        row and the bias.
+        """
         lines = wording.finding(self._judgement, self.tensor, self.dtype)
         return lines[0] if self.passed else "\n".join(lines)
 
 
 @dataclass(frozen=True, eq=False)
 class Verdicts(Mapping[TensorName, Verdict]):
-    """The verdicts on all given tensors, the worst first: `verdicts["dq"].rho`."""
+    """The verdicts on all tensors that were given: a mapping from the name of a tensor to its verdict.
 
-    by_tensor: Mapping[TensorName, Verdict]
-    question: str  # the other question that the failed tensors answer, if one was found; else ""
+    `verdicts["dq"].rho` is a number. The order is the worst first. A tensor that was not given raises KeyError.
+    """
+
+    by_tensor: Mapping[TensorName, Verdict]  # the same verdicts, as a plain mapping
+    # The other question that the failed tensors do answer, such as one without the causal mask; else empty.
+    question: str
 
     @property
     def passed(self) -> bool:
@@ -83,7 +93,7 @@ class Verdicts(Mapping[TensorName, Verdict]):
         return len(self.by_tensor)
 
     def __str__(self) -> str:
-        """A block for each tensor that failed, the worst first, and a line for each tensor that passed."""
+        """Returns a block of lines for each tensor that failed, the worst first, and a line for each that passed."""
         failed = [str(each) for each in self.values() if not each.passed]
         passed = [str(each) for each in self.values() if each.passed]
         if failed and self.question:
@@ -114,25 +124,29 @@ def judge(
 ) -> Verdicts:
     """Judges an attention kernel's answer: is it as accurate as the arithmetic that the kernel claims allows?
 
-    It judges any subset of out, lse, dq, dk and dv; None means not given. dq, dk and dv are the gradients of sum(out
-    dout) with respect to query, key and value. query, key and value are all float32, float16 or bfloat16 on one device,
-    a CPU or a CUDA GPU, with dim up to 256. The results have the same dtype, and lse is float32. The function records
-    no gradient and changes no argument.
+    - `query`, `key`, `value`: what the kernel was given. All three are float32, float16 or bfloat16, on one device: a
+      CPU or a CUDA GPU. dim is at most 256.
+    - `out`, `lse`, `dq`, `dk`, `dv`: what the kernel answered. Any subset of them is judged; give None for `out` to
+      leave it out. They have the dtype of `query`; `lse` is float32, the natural log-sum-exp of the scaled scores.
+    - `dout`: the output gradient. `dq`, `dk` and `dv` are the gradients of sum(out dout) for query, key and value.
+    - `is_causal`, `scale`, `enable_gqa`: as of `torch.nn.functional.scaled_dot_product_attention`.
+    - `causal_alignment`: "top_left", as in torch, lets query i see the keys j <= i. "bottom_right", as in flash-attn,
+      lets it see the keys j <= i + keys - queries.
+    - `block_mask`: False hides a block of 128 queries by 128 keys.
+    - `dropout_p`, `dropout_seed`: dropout on the weights, from 0 to below 1, with the mask of Philox 4x32-10
+      (`oracles.masks.Dropout`).
+    - `arithmetic`: the claim, or a function of dtype and device that makes it. None is FlashAttention's: scores and
+      sums are float32 (IEEE, no TF32), and weights are cast to the input's dtype before the second product.
+    - `with_bounds`: whether the verdicts hold the bound and the exact result of every element, in float64.
 
-    - is_causal, scale, enable_gqa: as in `torch.nn.functional.scaled_dot_product_attention`. causal_alignment: with
-      "top_left" (torch), query i sees keys j <= i; with "bottom_right" (flash-attn), keys j <= i + keys - queries.
-    - block_mask: False hides a block of 128 queries by 128 keys. dropout_p, dropout_seed: the weights that Philox
-      4x32-10 drops (`oracles.masks.Dropout`). A query that sees no key has output 0, lse -inf and no gradient.
-    - arithmetic: the claim, or a function of dtype and device that returns it. None means FlashAttention's arithmetic:
-      scores and sums in float32 (IEEE, no TF32), and weights cast to the input dtype before the second product.
-    - with_bounds: the verdicts contain the bound and the exact result of every element, in float64.
+    A query that sees no key must have output 0, LSE -inf and gradient 0.
 
-    float64 computes the exact result, with a bound of its own. On a CPU, small problems are certified in balls, and
-    some rows of long problems are compared with balls. On a GPU, and for problems of medium size, only a row that
-    fails is compared. Memory is linear in the length.
+    The exact result is float64's, which has a bound of its own. On a CPU, small problems are certified in balls, and
+    rows of long ones are held against balls. On a GPU, and for lengths between, only a row that fails is. Memory is
+    linear in the length. No gradient is recorded, and no argument is changed.
 
-    Raises TypeError, ValueError or NotImplementedError for an argument that cannot be judged; the error names it. A
-    wrong number in a result, also NaN, is no error: the verdict does not pass.
+    Raises TypeError, ValueError or NotImplementedError for an argument that cannot be judged. The error names it. A
+    wrong number in a result, NaN too, raises nothing: its verdict did not pass.
     """
     keywords = (is_causal, causal_alignment, scale, enable_gqa, dropout_p, dropout_seed, block_mask)
     call = check_call(query, key, value, *keywords)
@@ -169,8 +183,9 @@ def assert_accurate(
 ) -> None:
     """Raises AssertionError if a kernel's answer is less accurate than the arithmetic that it claims allows.
 
-    The arguments are those of `judge`. The message describes every tensor that failed, the worst first: rho, error and
-    bound, the worst element and its row, a bias, and the other question that the answer is right for.
+    The arguments are those of `judge`, without `with_bounds`, and so are the errors for arguments that cannot be
+    judged. The message tells of every tensor that failed, the worst first: rho, error and bound, the worst element,
+    what its row looks like, a bias, and which other question the answer is right for.
     """
     __tracebackhide__ = True  # pytest shows the caller's line
     verdicts = judge(

@@ -40,31 +40,34 @@ PATIENCE = 10.0  # seconds in which a child may end after Ctrl-C, with what it f
 class Result:
     """The result of a verification.
 
-    `verified` is true only if nothing failed and something passed for everything that was selected. This is the exit
-    status 0 of `pytest --impl`. `verdict` says what this is worth: after a run that `cases`, `dtypes`, `device` or
-    `quick` narrowed, only a part of the checks passed. `forward_only` is true if the function refused every backward,
-    so that only its output was verified.
+    `print(result)` shows it in words, and `result.raise_for_failures()` ends a test with them. A run that `cases`,
+    `dtypes`, `device` or `quick` narrowed may be `verified`, but it ran only a part of the checks. `verdict` says so.
     """
 
-    target: str
+    target: str  # the name of what was verified, as `pytest --impl` takes it
+    # Whether nothing failed, and something passed of each implementation that was selected: exit status 0.
     verified: bool
-    quick: bool
-    checks: int  # the number of checks that were run
-    failures: tuple[Judgement, ...]
-    worst: dict[tuple[str, str], Judgement]  # the largest rho, by tensor and dtype: result.worst["dq", "float16"].rho
-    refused: tuple[Judgement, ...]  # what the function declined with a clear exception; not failures
-    unverified: dict[str, str]  # implementations for which nothing was verified, with the reason
-    records: Path | None  # the file, if one was asked for
-    report: Path | None  # the first page, if a report was asked for
+    quick: bool  # whether `quick=True` was asked for, which never counts as a whole verification
+    checks: int  # how many checks were run; one counts once for each dtype and device
+    failures: tuple[Judgement, ...]  # all that failed, in the order in which it was found
+    # The judgement with the largest rho, by tensor and dtype. `result.worst["dq", "float16"].rho` is a number.
+    worst: dict[tuple[str, str], Judgement]
+    refused: tuple[Judgement, ...]  # what the function declined with a clear exception; not a failure
+    unverified: dict[str, str]  # implementations of which nothing was verified, each with the reason
+    records: Path | None  # the file with the records, if one was asked for
+    report: Path | None  # the first page of the report, if one was asked for
     said: tuple[str, ...] = field(default=())  # further lines of the run, such as what is not claimed
-    verdict: str = ""  # the last line of the run: "verified: 112 checks: 110 passed, 2 left out (nothing to judge)"
+    # The last line of the run: "verified: 112 checks: 110 passed, 2 left out (nothing to judge)".
+    verdict: str = ""
     forward_only: bool = False  # whether no gradient was verified in any dtype, because every backward was refused
     again: bool = True  # whether a failure's command can repeat it: the target can be loaded by its name
 
     def __bool__(self) -> bool:
+        """Returns `verified`, so that `assert flashproof.verify(...)` works."""
         return self.verified
 
     def __str__(self) -> str:
+        """Returns the verdict, the largest rho, what was not verified, and the failures in words."""
         lines = [f"{self.target}: {self.verdict}"]
         if largest := max(self.worst.values(), key=lambda one: size(worst_rho(one)), default=None):
             lines[0] += f", largest rho {wording.rho(worst_rho(largest))} ({largest.tensor}, {largest.dtype})"
@@ -108,17 +111,27 @@ def verify(
 ) -> Result:
     """Verifies an implementation by flashproof's checks, and returns the result.
 
-    target: a name, as in `pytest --impl`; or a function, a module of PyTorch, any other callable, or an
-    `Implementation`. The options have the same meaning as those of `pytest --impl`. processes: by default one for each
-    core. records, report: a file and a folder; by default neither is written.
+    - `target`: a name, as `pytest --impl` takes it; or a function, a module of PyTorch, any other callable, or an
+      `Implementation`.
+    - `dtypes`: only these dtypes, as names or as dtypes of torch.
+    - `device`: only this device, "cpu" or "cuda".
+    - `cases`: only these cases, by every check. Each is a line, as a failure names it.
+    - `quick`: a few checks and cases that find most faults, for about five seconds. It is no whole verification.
+    - `thorough`: also the cases that all triples of levels need.
+    - `search`: how long each search tries new cases ("10m"), or how many it tries ("5000"). By default 10.
+    - `require`: features that must have passed, such as "backward". Without them the result is not verified.
+    - `strict`: whether the result is not verified if something could not be verified.
+    - `time_limit`: the seconds that one call of an external kernel may take, with its backward.
+    - `processes`: how many processes run checks. By default one for each core, and on a GPU at most 16.
+    - `report`, `records`: a folder and a file. Neither is written if it is not given.
 
     The verification runs in a fork of this process. So the caller's process does not change, and a kernel that crashes
     or hangs is a failed case. A process that uses CUDA cannot be forked. On a machine with a CUDA device, the target
     runs in a new process if a name (`package.module:function`) can import it. A lambda, a closure or another object
     without a name then runs in this process, as with `-n 0`. Nothing protects this process from a crash or a hang.
 
-    Raises ValueError for options that the command line would not accept, such as an unknown name, and TypeError for an
-    object that is no attention function.
+    Raises ValueError for what the command line would not accept, such as an unknown name; TypeError for an object that
+    is no attention function; and RuntimeError if the process of the verification itself dies.
     """
     check_processes("auto" if processes is None else processes)
     check_seconds(time_limit)

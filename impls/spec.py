@@ -28,18 +28,20 @@ class Supports:
     never receives an input outside its claims. The report shows such inputs as not claimed.
     """
 
-    dtypes: tuple[Dtype, ...] = DTYPES
-    devices: tuple[Device, ...] = ("cpu", "cuda")
-    backward: bool = True
+    dtypes: tuple[Dtype, ...] = DTYPES  # the dtypes of query, key and value
+    devices: tuple[Device, ...] = ("cpu", "cuda")  # the devices that tensors may be on
+    backward: bool = True  # autograd provides the gradients of query, key and value
+    # Causal masks. "top_left": query i sees the keys j <= i. "bottom_right": the last query sees the last key.
     causal: tuple[Alignment, ...] = ()
-    scale: Literal["default", "positive", "finite"] = "default"  # "finite" includes zero and negative scales
-    grouped_heads: bool = False
+    # "default": always 1 / sqrt(head dim). "positive": any positive scale. "finite": also zero and negative scales.
+    scale: Literal["default", "positive", "finite"] = "default"
+    grouped_heads: bool = False  # fewer heads in key and value than in query, which they divide
     cross_lengths: bool = False  # queries != keys
     strided: bool = False  # inputs and output gradients have any strides (transposed, sliced, expanded)
     unaligned: bool = False  # tensors start at any address, not only at an address that is aligned for vector loads
-    block_mask: bool = False
-    dropout: bool = False
-    lse: bool = False  # return_lse=True returns (out, lse)
+    block_mask: bool = False  # a boolean mask in which False hides a block of 128 queries by 128 keys
+    dropout: bool = False  # dropout on the weights, with the Philox mask of `oracles.masks.Dropout`
+    lse: bool = False  # `return_lse=True` returns (out, lse)
     dims: tuple[int, int] = (1, 256)  # the smallest and the largest head dim
     dim_multiple: int = 1  # head dims are multiples of this number
     masked_nan: bool = False  # a NaN in a masked key or value changes nothing
@@ -84,17 +86,20 @@ class Arithmetic:
     Weights are cast to the input dtype before the second product. Gradients are summed in float32 and rounded once.
     """
 
-    accumulate: Literal["fma", "tensor_core", "float64"] = "fma"  # tensor cores truncate: twice the unit roundoff
-    # Before a product, float32 operands are rounded to nearest in this format. "input": operands and products are
-    # rounded to the input dtype, as under torch.autocast.
+    # What adds up products. "fma": float32, with IEEE rounding. "tensor_core": float32 that is truncated, with twice
+    # the unit roundoff. "float64": float64.
+    accumulate: Literal["fma", "tensor_core", "float64"] = "fma"
+    # Before a product, float32 operands are rounded to nearest in this format. "exact": not at all. "input": operands
+    # and products are rounded to the input dtype, as under torch.autocast.
     products: Literal["exact", "3xtf32", "tf32", "input"] = "exact"
-    weights: Literal["input", "float32"] = "input"  # P and dS are cast to this dtype before the second product
+    # P and dS are cast to this dtype before the second product. "input": to the dtype of query.
+    weights: Literal["input", "float32"] = "input"
     # The forward pass divides its weights by this. "sum": their own sum, so the errors that they share cancel. "lse":
     # exp(lse) with a rounded LSE, as in a second pass over the keys, or when parts of the keys are merged by their
     # LSEs.
     normaliser: Literal["sum", "lse"] = "sum"
-    # The dtype in which the contributions to a gradient are summed. "heads": float32 within a query head, and the input
-    # dtype over the query heads of a group.
+    # The dtype in which the contributions to a gradient are summed. "input": the dtype of query. "heads": float32
+    # within a query head, and the input dtype over the query heads of a group.
     gradients: Literal["float32", "heads", "input"] = "float32"
     exp_ulps: float = 2.0  # error of the exponential, in units in the last place
     exp_smallest: float = 2.0**-126  # a float32 exponential below this may become 0
@@ -130,9 +135,10 @@ class Implementation:
     """
 
     name: str  # the name in the catalogue; a run names an external kernel by the target that loads it
-    attention: Callable[..., object]
-    supports: Supports = Supports()
-    # The verifier calls this on any machine, also for devices that the machine does not have.
+    attention: Callable[..., object]  # the function
+    supports: Supports = Supports()  # the inputs that it is verified for
+    # The arithmetic that it is judged by, for each dtype and device; FlashAttention's by default. The verifier calls
+    # this on any machine, also for devices that the machine does not have.
     arithmetic: Callable[[Dtype, Device], Arithmetic] = arithmetic_of_flash
     summary: str = ""  # one sentence for the report
     # The reason why the kernel cannot run on a device ("CUDA: no device"), or None if it can.

@@ -25,11 +25,11 @@ BIAS_FEWEST_BLOCKS = 16  # with fewer rows or columns, the standard error says t
 class Worst:
     """The element with the largest ratio of error to bound."""
 
-    index: tuple[int, ...]
-    got: float
-    exact: float
-    error: float
-    bound: float
+    index: tuple[int, ...]  # [batch, head, row, dim], or [batch, head, query] of the LSE
+    got: float  # what the kernel answered
+    exact: float  # the exact result
+    error: float  # the absolute difference of the two
+    bound: float  # the largest error that the claimed arithmetic allows
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Bias:
     The unit of all three fields is the mean of u_o |exact| (16 bit) or the mean bound (float32).
     """
 
-    value: float
-    standard_error: float
-    allowance: float
+    value: float  # the mean signed error
+    standard_error: float  # how uncertain the mean is
+    allowance: float  # how large the mean may be for the claimed arithmetic
 
     @property
     def leans(self) -> bool:

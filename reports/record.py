@@ -12,8 +12,8 @@ from typing import Literal
 
 import msgspec
 
-Tensor = Literal["out", "lse", "dq", "dk", "dv"]
-Certainty = Literal["certified", "bounded", "sampled", "exact"]
+TensorName = Literal["out", "lse", "dq", "dk", "dv"]
+Certainty = Literal["certified", "bounded", "sampled"]
 Status = Literal["passed", "failed", "refused", "known defect"]
 
 # The layers of checks, in order: each layer assumes the layers before it. The name of a check is "layer/question".
@@ -65,12 +65,13 @@ class Claim(msgspec.Struct, tag="claim", kw_only=True, frozen=True):
 class Element(msgspec.Struct, kw_only=True, frozen=True):
     """The element with the largest ratio of error to bound."""
 
-    index: tuple[int, ...]
-    got: float | str  # "nan", "inf" and "-inf" are text, because JSON has no such numbers
-    exact: float | str
-    error: float | str
-    bound: float | str
-    note: str = ""  # "the query sees 518 keys; the largest weight is 99.8 %"
+    index: tuple[int, ...]  # [batch, head, row, dim], or [batch, head, query] of the LSE
+    # What the kernel answered. In all four numbers, "nan", "inf" and "-inf" are text, because JSON has no such numbers.
+    got: float | str
+    exact: float | str  # the exact result
+    error: float | str  # the absolute difference of the two
+    bound: float | str  # the largest error that the claimed arithmetic allows
+    note: str = ""  # what its row looks like: "the query sees 518 keys; the largest weight is 99.8 %"
 
 
 class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
@@ -81,28 +82,30 @@ class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
     differed.
     """
 
-    run: str
-    implementation: str
-    check: str  # "accuracy/forward"
+    run: str  # the name of the run, the same in all of its records
+    implementation: str  # the name of the implementation
+    check: str  # the name of the check, "accuracy/forward"
     case: str  # the line that rebuilds the case
-    dtype: str
-    device: Literal["cpu", "cuda"]
-    status: Status
-    tensor: Tensor | None = None
-    rho: float | str | None = None  # the largest error / deterministic bound
+    dtype: str  # of query, key and value: "float16"
+    device: Literal["cpu", "cuda"]  # where the kernel ran
+    status: Status  # what came of it
+    tensor: TensorName | None = None  # the tensor that was judged. None if it was a property or a fault of the kernel
+    # The largest error / deterministic bound. "nan" and "inf" are text; `float` reads them.
+    rho: float | str | None = None
     # The largest error / probabilistic bound, where that bound gates (float32 on FMA units).
     rho_statistical: float | str | None = None
     # The mean signed error minus that of the correctly rounded exact result. Its unit is the mean of u_o |exact|
     # (16 bit; the report calls it ulp) or the mean bound (float32). `oracles.verdict.Bias` defines it.
     bias: float | None = None
     bias_error: float | None = None  # the standard error of bias
-    bias_allowance: float | None = None
+    bias_allowance: float | None = None  # the bias may be so large, and four standard errors more
     rms: float | str | None = None  # root mean square of the errors / its expectation for the claimed arithmetic
     rms_error: float | None = None  # the standard error of the square of rms
-    ulps: float | str | None = None  # the largest error, in units in the last place of the largest exact number
+    # How the exact value is known. "certified": it is enclosed in a ball. "bounded": it was computed in float64, with a
+    # bound on its error. "sampled": the same, and rows were compared with balls.
     certainty: Certainty | None = None
-    worst: Element | None = None
-    seconds: float = 0.0
+    worst: Element | None = None  # the element with the largest rho
+    seconds: float = 0.0  # how long the call took, with its backward
     message: str = ""  # of a failure, refusal or known defect: a sentence that adds to the figures
     # Of a failure: the other question that the answer does answer, "this is the answer without the causal mask".
     question: str = ""

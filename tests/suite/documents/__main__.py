@@ -1,6 +1,7 @@
 """`python -m flashproof.tests.suite.documents` writes the pages of docs/ that come from the code."""
 
-from flashproof.tests.suite.documents import checks
+from flashproof.tests.suite.documents import api, checks
 
-checks.PAGE.write_text(checks.page())
-print(checks.PAGE)
+for one in (checks, api):
+    one.PAGE.write_text(one.page())
+    print(one.PAGE)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flashproof.tests.suite.documents import checks
+from flashproof.tests.suite.documents import api, checks
 from flashproof.tests.suite.documents.checks import ROOT
 
 PAGES = [path for path in ROOT.rglob("*.md") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)]
@@ -14,6 +14,11 @@ PAGES = [path for path in ROOT.rglob("*.md") if not any(part.startswith(".") for
 def test_the_page_of_the_checks_is_current() -> None:
     """If this fails, `python -m flashproof.tests.suite.documents` writes the page again."""
     assert checks.PAGE.read_text() == checks.page()
+
+
+def test_the_page_of_the_api_is_current() -> None:
+    """If this fails, `python -m flashproof.tests.suite.documents` writes the page again."""
+    assert api.PAGE.read_text() == api.page()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
