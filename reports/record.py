@@ -101,6 +101,8 @@ class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
     bias_allowance: float | None = None  # the bias may be so large, and four standard errors more
     rms: float | str | None = None  # root mean square of the errors / its expectation for the claimed arithmetic
     rms_error: float | None = None  # the standard error of the square of rms
+    # The largest error, in units in the last place of the largest exact number of the tensor. None for the LSE.
+    ulps: float | str | None = None
     # How the exact value is known. "certified": it is enclosed in a ball. "bounded": it was computed in float64, with a
     # bound on its error. "sampled": the same, and rows were compared with balls.
     certainty: Certainty | None = None
