@@ -244,10 +244,12 @@ class Session:
             return (False, "last" if is_short else "", 0, "", 0)
         if self.clock:
             return (False, target.device, quick.place(check.name), target.dtype, 0)
-        # Checks of the array come before other checks, which have less to do. With an external kernel, the early checks
-        # of a dtype come first, and the dtypes come one after another.
-        place = (0 if check.early else 1) if self.uses_pool else (0 if check.call else 1)
-        if target.device == "cpu" and not self.uses_pool:
+        if self.uses_pool:
+            # An external kernel has the early checks first, and then those of the array. Its dtypes alternate, since a
+            # fault may affect one dtype only.
+            return (False, target.device, 0 if check.early else 1 if check.call else 2, "", 0)
+        place = 0 if check.call else 1  # the checks of the array have more to do than others, so they come first
+        if target.device == "cpu":
             # The items of one check and dtype are adjacent, since a process caches their exact results.
             return (False, target.device, place, f"{check.name} {target.dtype}", 0)
         # On a GPU, the longest work comes first, and all checks of one implementation and dtype are adjacent. The fewer
