@@ -51,6 +51,7 @@ def in_short(alike: Sequence[Sequence[Judgement]], most: int = SHOWN) -> Iterato
 
 CAUSES = 3  # that are told of an implementation
 _SCALE = re.compile(r"with a scale of .*\((.*) times as large\)")
+_FACTOR = re.compile(r" is (.*) times the exact result")
 
 
 def causes(failures: Sequence[Judgement]) -> list[list[Judgement]]:
@@ -59,10 +60,12 @@ def causes(failures: Sequence[Judgement]) -> list[list[Judgement]]:
     Those whose cause is known come first, and the more frequent ones before the others.
     """
     found: dict[tuple[str, str], list[Judgement]] = {}
+    factors = {scale[1] for one in failures if (scale := _SCALE.search(one.question))}
     for one in failures:
         if one.question:
-            scale = _SCALE.search(one.question)  # the scale differs between head dims, its factor does not
-            cause = "question", scale[1] if scale else one.question
+            # The scale differs between head dims, but its factor does not. A gradient may show the same factor.
+            by = _SCALE.search(one.question) or _FACTOR.search(one.question)
+            cause = "question", by[1] if by and by[1] in factors else one.question
         elif one.rho is None and one.message:
             cause = "words", re.sub(r"\d+", "0", one.message.partition("\n")[0])
         else:
@@ -92,7 +95,7 @@ def one_screen(name: str, failures: Sequence[Judgement], checks: int) -> Iterato
 
 
 def _cause(group: Sequence[Judgement]) -> str:
-    first = group[0]
+    first = next((one for one in group if _SCALE.search(one.question)), group[0])
     if first.question:
         return first.question
     if first.rho is None and first.message:

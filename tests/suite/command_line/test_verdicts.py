@@ -270,12 +270,13 @@ def test_failures_fit_one_screen() -> None:
     known = [
         judgement("a/c", 5, scale.format(0.2002, 0.2)),
         judgement("a/d", 4, scale.format(0.1001, 0.1), "float16"),
+        judgement("a/e", 7, "dq is 1.001 times the exact result"),
         judgement("a/d", 6, "this is the answer without the causal mask"),
     ]
     assert list(failures.one_screen("f", unknown + known, 7)) == [
-        "f is wrong: out in float32 and float16; 5 of 7 checks failed",
+        "f is wrong: out in float32 and float16; 6 of 7 checks failed",
         f"  {scale.format(0.2002, 0.2)}",
-        "    in 2 checks, float32 and float16; the smallest case: b1 h1 q4 k4 d8 float16",
+        "    in 3 checks, float32 and float16; the smallest case: b1 h1 q4 k4 d8 float16",
         "  this is the answer without the causal mask",
         "    in 1 check, float32; the smallest case: b1 h1 q6 k4 d8 float32",
         "  and 2 more failures",
