@@ -5,10 +5,12 @@ import importlib
 import inspect
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -229,19 +231,32 @@ def _work(wanted: Wanted, folder: Path) -> None:
 
 
 def _forked(wanted: Wanted, given: object | None, folder: Path) -> dict[str, Any]:
-    """The outcome of a verification in a fork of this process."""
+    """The outcome of a verification in a fork of this process.
+
+    OpenMP keeps a pool of threads for each thread that calls it. A fork has the calling thread's pool, but none of the
+    threads in it, and its next parallel operation waits for them forever. So a new thread forks: it has no pool yet.
+    """
     _prepare()
     sys.stdout.flush()
     sys.stderr.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python warns of a fork while threads run; these are PyTorch's, and wait
-        process = os.fork()
-    if not process:
-        _live(wanted, given, folder)
+    processes: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def fork() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python warns of a fork while threads run; these are PyTorch's, and wait
+            process = os.fork()
+        if not process:
+            _live(wanted, given, folder)
+        processes.put(process)
+        with suppress(ChildProcessError):
+            os.waitpid(process, 0)  # the kernel of the system ends the child when the thread that forked it ends
+
+    thread = threading.Thread(target=fork, name="flashproof.verify")
+    thread.start()
     try:
-        os.waitpid(process, 0)
+        thread.join()
     except BaseException:  # Ctrl-C: the child ends with what it found, and ends its workers
-        _end(process)
+        _end(processes.get())
         raise
     return _outcome(folder)
 

@@ -18,6 +18,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -479,6 +480,15 @@ def test_an_excerpt_is_python(block: Block) -> None:
     compile(f"{{{block.text}}}" if is_excerpt(block) else textwrap.dedent(block.text), str(block), "exec")
 
 
+def unchanged_limits() -> AbstractContextManager[None]:
+    """Puts back the limits of torch.compile that a block changes."""
+    config = importlib.import_module("torch._dynamo.config")
+    names = ("recompile_limit", "accumulated_recompile_limit")
+    # A monkeypatch will not do: it ends with delattr, after which PyTorch denies that the setting exists.
+    patched: AbstractContextManager[None] = config.patch({name: getattr(config, name) for name in names})
+    return patched
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch.compile, as it imports its own modules
 @pytest.mark.parametrize("block", [each for each in PYTHON if not is_excerpt(each) and not is_stub(each)], ids=str)
 def test_a_block_of_python_runs(
@@ -492,7 +502,5 @@ def test_a_block_of_python_runs(
         return one_case
 
     monkeypatch.setattr(flashproof, "verify", verify, raising=False)
-    for setting in ("recompile_limit", "accumulated_recompile_limit") if "torch._dynamo" in block.text else ():
-        config = importlib.import_module("torch._dynamo.config")
-        monkeypatch.setattr(config, setting, getattr(config, setting))  # put back afterwards
-    exec(compile(block.text, str(block), "exec"), dict(given))
+    with unchanged_limits() if "torch._dynamo" in block.text else nullcontext():
+        exec(compile(block.text, str(block), "exec"), dict(given))
