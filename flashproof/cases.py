@@ -16,7 +16,7 @@ Masking = Literal["full", "causal", "causal-br"]
 Family = Literal["normal", "outliers", "sharp", "spike", "rising", "ties", "padded", "uniform", "nokeys"]
 Values = Literal["normal", "positive", "equal", "sink", "small", "zero"]
 Douts = Literal["normal", "positive", "onehot", "somerows", "small", "large", "zero"]
-Layout = Literal["contiguous", "transposed", "columns", "sliced", "expanded", "pooled", "summed"]
+Layout = Literal["contiguous", "transposed", "columns", "cropped", "sliced", "expanded", "pooled", "summed"]
 Sharing = Literal["apart", "dense", "one-kv", "one-qkv", "packed", "packed-heads", "packed-kv"]
 Number = Literal["float", "int", "numpy"]
 Call = Literal[
@@ -25,6 +25,7 @@ Call = Literal[
     "no_grad",
     "inference",
     "accumulated",
+    "projected",
     "twice",
     "two-forwards",
     "after-another",
@@ -74,6 +75,7 @@ LAYOUTS: dict[Layout, str] = {
     "contiguous": "[batch, heads, length, dim]",
     "transposed": "[batch, length, heads, dim], as projections leave it",
     "columns": "[batch, heads, dim, length]",
+    "cropped": "the first rows of a longer buffer, as a cache leaves them",
     "sliced": "every second row and every second column of a larger buffer",
     "expanded": "one batch entry for all, or one head for all, with a stride of 0",
     "pooled": "of the output gradient: one row for all queries, as in the backward of a mean over them",
@@ -94,8 +96,9 @@ CALLS: dict[Call, str] = {
     "no_grad": "under torch.no_grad",
     "inference": "under torch.inference_mode",
     "accumulated": "a backward onto gradients that are already there",
+    "projected": "with inputs that are results of other operations, as in a network",
     "twice": "two backwards of one forward",
-    "two-forwards": "another call with other options runs between forward and backward",
+    "two-forwards": "one or five other calls run between forward and backward; the first of them has other options",
     "after-another": "after a call with other options",
     "renewed": "after one or four calls with other values in the same tensors; the first of four has no gradients",
     "readdressed": "the same, but with other tensors at the same addresses",
@@ -114,6 +117,7 @@ WITHOUT_BACKWARD: tuple[Call, ...] = ("forward", "no_grad", "inference", "grown"
 PLAIN_CALLS: tuple[Call, ...] = (
     "plain",
     "accumulated",
+    "projected",
     "twice",
     "two-forwards",
     "after-another",

@@ -16,7 +16,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from flashproof.calling import GRADIENTS, Answer, Forward, Observer, Run, TensorName, forward, go_back
+from flashproof.calling import GRADIENTS, Answer, Fault, Forward, Observer, Run, TensorName, forward, go_back
 from flashproof.cases import Call, Case, Masking
 from flashproof.impls.spec import Arithmetic, Device, Implementation, Supports
 from flashproof.oracles.masks import BLOCK
@@ -76,6 +76,7 @@ class _Of:
         self.observer.spoilt()
 
 
+CALLS_BETWEEN = 4  # further calls between forward and backward, if calls are fast; a kernel may have several buffers
 CALLS_BEFORE = 4  # calls that fill the same tensors, if calls are fast; graphs are captured after the third call
 LARGEST_BATCH = 8  # a batch of up to this size is also called with one more entry
 
@@ -242,8 +243,13 @@ def _two_forwards(implementation: Implementation, case: Case, device: str, obser
         forward(implementation, one, inputs(one, device), wanted=wanted(one), observer=observer)
         for one in (case, other)
     )
+    between = 0 if implementation.slow(cast(Device, device)) else CALLS_BETWEEN
+    further = [replace(case, seed=case.seed + 2 + number) for number in range(between)]
+    kept = [forward(implementation, one, inputs(one, device), wanted=wanted(one), observer=observer) for one in further]
     answers = [_answered(first), _answered(second)]
-    yield Computed(answers[0], case, note="another call ran between forward and backward")
+    del kept  # until here, all calls wait for their backward
+    words = f"{1 + between} other calls" if between else "another call"
+    yield Computed(answers[0], case, note=f"{words} ran between forward and backward")
     yield Computed(answers[1], other, note="it ran between forward and backward of another call")
 
 
@@ -329,6 +335,24 @@ def _accumulated(implementation: Implementation, case: Case, device: str, observ
     yield Computed(go_back(second, onto=True), case)
 
 
+def _projected(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
+    """A call with inputs that are no leaves. PyTorch lets a kernel change these in place, and so spoil other uses."""
+    changed: list[str] = []
+
+    def run(attention: Callable[..., object], leaves: tuple[Tensor, ...], keywords: dict[str, object]) -> object:
+        made = [leaf * 1 for leaf in leaves]
+        before = [tensor.detach().clone() for tensor in made]
+        returned = attention(*made, **keywords)
+        pairs = zip(("query", "key", "value"), made, before, strict=True)
+        changed.extend(name for name, tensor, as_made in pairs if not torch.equal(tensor, as_made))
+        return returned
+
+    call = forward(implementation, case, inputs(case, device), wanted=wanted(case), run=run, observer=observer)
+    if changed:
+        raise Fault(f"the call changed its {changed[0]} in place, which is the result of another operation")
+    yield Computed(_answered(call), case)
+
+
 def _two_threads(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
     beside = replace(case, seed=case.seed + 1)
     theirs = inputs(beside, device)
@@ -360,5 +384,6 @@ _SEVERAL: dict[Call, Callable[[Implementation, Case, str, Observer], Iterator[Co
     "readdressed": _renewed,
     "grown": _grown,
     "accumulated": _accumulated,
+    "projected": _projected,
     "threads": _two_threads,
 }
