@@ -521,6 +521,13 @@ def _a_cache_can_grow(known: Known) -> bool:
 # Cases of plain numbers, in each dtype. A bias shows in them. In most cases of a small array, the numbers or the shape
 # hide it. Scales are those that 16 bits do not hold.
 PLAIN_CASES = ("b1 h2/1 q130 k130 d40 causal scale0.3", "b2 h1 q100 k100 d56")
+# Ordinary sizes that are too large for the array, in each dtype: a batch of several sequences with several heads, a
+# long text with grouped heads, and one query whose scores are all very negative.
+LARGE_CASES = (
+    "b4 h8 q130 k130 d64",
+    "b1 h2/1 q800 k800 d16 causal inference",
+    "b1 h1 q1 k600 d64 shift-10000 inference",
+)
 # The attention shapes of widely used models: query heads, key heads and head dim. Kernels have code for exactly these
 # shapes. With the dtype, a shape is a combination of several levels, so the array contains few of each.
 MODELS = {
@@ -827,6 +834,7 @@ class Space:
             return []
         found = [Case.parse(f"{line} {dtype}") for line in PLAIN_CASES for dtype in self.dtypes]
         if self.room.steps == math.inf:
+            found += [Case.parse(f"{line} {dtype}") for line in LARGE_CASES for dtype in self.dtypes]
             found += self._long() + self._models()
         return [case for case in found if not_claimed(case, self.supports) is None]
 
