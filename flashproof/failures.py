@@ -89,7 +89,8 @@ def one_screen(name: str, failures: Sequence[Judgement], checks: int) -> Iterato
     for group in shown:
         yield f"  {_cause(group)}"
         smallest = min(group, key=_work)
-        yield f"    {_extent(group)}; the smallest case: {smallest.case}"
+        yield f"    {_extent(group)}; the smallest case:"
+        yield f"      {smallest.case}"
     if rest := len(failures) - sum(map(len, shown)):
         yield f"  and {wording.plural(rest, 'more failure')}"
 

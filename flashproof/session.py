@@ -230,8 +230,8 @@ class Session:
         if check is None or target is None or defect is None:
             return "the test passed, and was expected to fail"
         return (
-            f"a known defect is gone: {check.name} passes {target.name} in {target.dtype} on {target.device}; "
-            f"take {check.name!r} or {target.dtype!r} out of {defect.place}"
+            f"a known defect is gone: {check.name} passes {target.name} in {target.dtype} on {target.device}\n"
+            f"remove {check.name!r} or {target.dtype!r} from {defect.place}"
         )
 
     def weight(self, item: pytest.Item) -> tuple[str | bool | int, ...]:

@@ -262,9 +262,11 @@ def test_failures_fit_one_screen() -> None:
     assert list(failures.one_screen("f", [*unknown, judgement("a/a", 3)], 7)) == [
         "f is wrong: out in float32; 2 of 7 checks failed",
         "  a/a: out is off by 2.0 bounds",
-        "    in 1 check, float32; the smallest case: b1 h1 q3 k4 d8 float32",
+        "    in 1 check, float32; the smallest case:",
+        "      b1 h1 q3 k4 d8 float32",
         "  a/b: out is off by 2.0 bounds",
-        "    in 1 check, float32; the smallest case: b1 h1 q9 k4 d8 float32",
+        "    in 1 check, float32; the smallest case:",
+        "      b1 h1 q9 k4 d8 float32",
     ]
     scale = "this is the answer with a scale of {}, not {} (1.001 times as large)"
     known = [
@@ -276,9 +278,11 @@ def test_failures_fit_one_screen() -> None:
     assert list(failures.one_screen("f", unknown + known, 7)) == [
         "f is wrong: out in float32 and float16; 6 of 7 checks failed",
         f"  {scale.format(0.2002, 0.2)}",
-        "    in 3 checks, float32 and float16; the smallest case: b1 h1 q4 k4 d8 float16",
+        "    in 3 checks, float32 and float16; the smallest case:",
+        "      b1 h1 q4 k4 d8 float16",
         "  this is the answer without the causal mask",
-        "    in 1 check, float32; the smallest case: b1 h1 q6 k4 d8 float32",
+        "    in 1 check, float32; the smallest case:",
+        "      b1 h1 q6 k4 d8 float32",
         "  and 2 more failures",
     ]
 

@@ -19,6 +19,7 @@ from typing import Literal, get_args, get_origin
 import flashproof
 from flashproof.oracles.verdict import Bias, Worst
 from flashproof.reports.record import Element, Judgement
+from flashproof.reports.wording import item
 from flashproof.tests.suite.documents.checks import ROOT
 
 PAGE = ROOT / "docs" / "api.md"
@@ -81,8 +82,6 @@ VERSION = """
 TYPES = """
 ## Types
 
-| name | meaning |
-| --- | --- |
 """
 # The fields of `Subject` whose names say it all in the code.
 SAID = {
@@ -245,11 +244,11 @@ def _described(module: str, name: str) -> tuple[str, set[str]]:
     assert isinstance(node, ast.ClassDef)
     members = list(_members(source, node))
     parts = [f"\n### `{name}`\n", f"\n{_words(node)}\n", f"\n```python\n{_stub(source, node, members)}\n```\n"]
-    for title, kinds in (("field", ("field", "property")), ("method", ("method",))):
+    for title, kinds in (("Fields", ("field", "property")), ("Methods", ("method",))):
         rows = [(each.name, each.meaning) for each in members if each.kind in kinds]
         if rows:
-            parts.append(f"\n| {title} | meaning |\n| --- | --- |\n")
-            parts += [f"| `{one}` | {_cell(meaning)} |\n" for one, meaning in rows]
+            parts.append(f"\n{title}:\n\n")
+            parts += [_item(*row) for row in rows]
     return "".join(parts), {one for each in members for one in each.types}
 
 
@@ -365,7 +364,7 @@ def _types_of(annotations: Iterable[ast.expr]) -> Iterator[str]:
 
 
 def _type(name: str) -> str:
-    """Returns the row of a type."""
+    """Returns the list item of a type."""
     if name in LITERALS:
         module, meaning = LITERALS[name]
         values = getattr(importlib.import_module(module), name)
@@ -375,9 +374,9 @@ def _type(name: str) -> str:
         meaning = MEANINGS[name]
     else:
         raise ValueError(f"{name}: in a signature, and not explained; give it a meaning in {Path(__file__).name}")
-    return f"| `{name}` | {_cell(meaning)} |\n"
+    return _item(name, meaning)
 
 
-def _cell(text: str) -> str:
-    """Returns the text of a cell, as sentences."""
-    return text[0].upper() + text[1:].replace("|", "\\|") + ("" if text.endswith((".", "?")) else ".")
+def _item(name: str, meaning: str) -> str:
+    """Returns a name and its meaning, in sentences, as an item of a list."""
+    return item(f"`{name}`: {meaning[0].upper()}{meaning[1:]}{'' if meaning.endswith(('.', '?')) else '.'}")
