@@ -36,7 +36,7 @@ def check_processes(word: str | int) -> None:
 def check_seconds(seconds: float | None) -> None:
     """Raises ValueError unless this is a time, or None."""
     if seconds is not None and not seconds > 0.0:  # NaN neither
-        raise ValueError(f"{seconds:g} is no time; give a number of seconds above 0")
+        raise ValueError(f"{seconds:g} is not a time; give a number of seconds above 0")
 
 
 def parse_device(word: str | None) -> Device | None:

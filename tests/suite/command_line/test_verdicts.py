@@ -149,7 +149,7 @@ def test_a_verdict_claims_what_was_run(fields: dict[str, Any], words: str) -> No
             r"^ERROR: -n: 'two' is no number of processes; give 0, 1, 2 \.\.\. or auto$",
         ),
         (["mine.py:right", "-n", "-1"], 4, r"^ERROR: -n: '-1' is no number of processes; "),
-        (["mine.py:right", "--time-limit", "0"], 4, r"^ERROR: --time-limit: 0 is no time; "),
+        (["mine.py:right", "--time-limit", "0"], 4, r"^ERROR: --time-limit: 0 is not a time; "),
         (["tiled.fa2", "-k", "nosuch", "-n2"], 4, r"^ERROR: -k: 'nosuch' matches no check .*$"),
         pytest.param(
             ["mine.py:right", "--device", "cuda"],
@@ -187,7 +187,7 @@ def test_the_last_line(project: Path, words: list[str], status: int, says: str) 
         ),
         (["mine.py:right", "--strict"], 0, r"^passed: "),
         (["mine.py:forward_only"], 0, r"^passed forward only: "),
-        (["mine.py:forward_only", "--strict"], 1, r"^no gradients: mine.py:forward_only, float32 carried none$"),
+        (["mine.py:forward_only", "--strict"], 1, r"^no gradient was judged: mine.py:forward_only, float32$"),
         (
             ["mine.py:right", "--require", "bakward"],
             4,
@@ -261,10 +261,10 @@ def test_failures_fit_one_screen() -> None:
     unknown = [judgement("a/a", 9), judgement("a/b", 9)]
     assert list(failures.one_screen("f", [*unknown, judgement("a/a", 3)], 7)) == [
         "f is wrong: out in float32; 2 of 7 checks failed",
-        "  a/a: out is off by 2.0 bounds",
+        "  a/a: the error of out is 2.0 times the bound",
         "    in 1 check, float32; the smallest case:",
         "      b1 h1 q3 k4 d8 float32",
-        "  a/b: out is off by 2.0 bounds",
+        "  a/b: the error of out is 2.0 times the bound",
         "    in 1 check, float32; the smallest case:",
         "      b1 h1 q9 k4 d8 float32",
     ]
