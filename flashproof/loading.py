@@ -55,7 +55,7 @@ def load(name: str) -> Implementation:
     what to give instead.
 
     Raises ImportError for a module that is not installed (its `name` says which), FileNotFoundError, AttributeError,
-    TypeError for an object that is no attention function, and ValueError for an unknown name, an invalid claim, and
+    TypeError for an object that is not an attention function, and ValueError for an unknown name, an invalid claim, and
     code that fails during its import.
     """
     if name in catalogue.CATALOGUE:

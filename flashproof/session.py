@@ -535,7 +535,7 @@ def _check_folder(folder: Path, advice: str = OTHER_PLACE) -> None:
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     shown = os.path.relpath(there)
     if not there.is_dir():
-        raise NotADirectoryError(f"{shown} is no folder; {advice}")
+        raise NotADirectoryError(f"{shown} is not a folder; {advice}")
     try:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:

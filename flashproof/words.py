@@ -30,7 +30,7 @@ def parse_dtypes(words: Sequence[str]) -> list[Dtype]:
 def check_processes(word: str | int) -> None:
     """Raises ValueError unless this is a number of processes, or "auto"."""
     if str(word) != "auto" and not str(word).isdecimal():
-        raise ValueError(f"{word!r} is no number of processes; give 0, 1, 2 ... or auto")
+        raise ValueError(f"{word!r} is not a number of processes; give 0, 1, 2 ... or auto")
 
 
 def check_seconds(seconds: float | None) -> None:

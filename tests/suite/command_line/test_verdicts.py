@@ -146,9 +146,9 @@ def test_a_verdict_claims_what_was_run(fields: dict[str, Any], words: str) -> No
         (
             ["mine.py:right", "-n", "two"],
             4,
-            r"^ERROR: -n: 'two' is no number of processes; give 0, 1, 2 \.\.\. or auto$",
+            r"^ERROR: -n: 'two' is not a number of processes; give 0, 1, 2 \.\.\. or auto$",
         ),
-        (["mine.py:right", "-n", "-1"], 4, r"^ERROR: -n: '-1' is no number of processes; "),
+        (["mine.py:right", "-n", "-1"], 4, r"^ERROR: -n: '-1' is not a number of processes; "),
         (["mine.py:right", "--time-limit", "0"], 4, r"^ERROR: --time-limit: 0 is not a time; "),
         (["tiled.fa2", "-k", "nosuch", "-n2"], 4, r"^ERROR: -k: 'nosuch' matches no check .*$"),
         pytest.param(
@@ -342,7 +342,7 @@ def test_a_report_that_cannot_be_written(project: Path, module: str) -> None:
     status, said = run(project, *(["--impl"] if module == "pytest" else []), "mine.py:right", module=module)
     assert status == 4, said
     assert said.strip() == (
-        "ERROR: --report: flashproof-report is no folder; "
+        "ERROR: --report: flashproof-report is not a folder; "
         "give another place by --report or --records, or in [tool.flashproof] of pyproject.toml"
     )
 

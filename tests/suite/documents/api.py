@@ -28,8 +28,8 @@ HEAD = """\
 # The Python API
 
 These names are public: `from flashproof import verify`, or `flashproof.verify`. `import flashproof` alone loads neither
-PyTorch nor a kernel. Below each name stand the objects that it returns. [Types](#types) explains the names in the
-signatures.
+PyTorch nor a kernel. Each section also describes the objects that its functions return. [Types](#types) explains the
+names in the signatures.
 
 - [Verify a kernel](#verify-a-kernel): `verify` and its `Result`
 - [Judge tensors](#judge-tensors): `judge` and `assert_accurate`, for tensors that you already have
@@ -56,7 +56,7 @@ result.raise_for_failures()
 [Commands and options](commands.md) explains the options, and [Reading a failure](failures.md) the words.
 """
 JUDGE = """
-No kernel is called here. What it answered is compared with the exact result, and with the bound:
+These functions call no kernel. They compare the answer of a kernel with the exact result and the bound:
 
 ```python
 verdicts = flashproof.judge(out, query, key, value, is_causal=True, dout=dout, dq=dq, dk=dk, dv=dv, with_bounds=True)
@@ -104,8 +104,8 @@ LITERALS = {
     "Certainty": ("flashproof.reports.record", "how an exact value is known"),
     "Device": ("flashproof.impls.spec", "a kind of device"),
     "Dtype": ("flashproof.impls.spec", "a dtype by its name"),
-    "Slow": ("flashproof.impls.spec", "what takes long"),
-    "Status": ("flashproof.reports.record", "what came of a case"),
+    "Slow": ("flashproof.impls.spec", "what is slow"),
+    "Status": ("flashproof.reports.record", "the result of a case"),
     "TensorName": ("flashproof.reports.record", "the name of a result"),
 }
 MEANINGS = {
@@ -114,7 +114,7 @@ MEANINGS = {
     "Bool": '`Bool[Tensor, "1 keys"]` is a boolean tensor of this shape',
     "Case": "one input, and how the kernel is called with it. `str(case)` is [its line](commands.md), and `Case.parse` "
     "reads one. [flashproof/cases.py](../flashproof/cases.py) has the fields",
-    "Claimed": "a claim, or what makes it for a dtype and a device: `Arithmetic` or "
+    "Claimed": "a claim, or a function of dtype and device that returns one: `Arithmetic` or "
     "`Callable[[Dtype, Device], Arithmetic]`",
     "Float": '`Float[Tensor, "batch heads queries dim"]` is a floating-point tensor of this shape. Equal names stand '
     "for equal sizes, and `*shape` for any number of dimensions. `batch_or_1` is the batch, or 1",
@@ -352,7 +352,7 @@ def _annotations(node: ast.FunctionDef) -> list[ast.expr]:
 
 
 def _types_of(annotations: Iterable[ast.expr]) -> Iterator[str]:
-    """Yields the names in annotations, without those of modules. A shape is no name."""
+    """Yields the names in annotations, without those of modules. A shape is not a name."""
     for annotation in annotations:
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
             yield from _types_of([ast.parse(annotation.value, mode="eval").body])

@@ -36,7 +36,7 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
 def test_no_line_is_too_long() -> None:
     """The text files of the project have lines of at most 120 columns."""
     if not (ROOT / ".git").exists() or not shutil.which("git"):
-        pytest.skip("git: not installed, or this is no clone")
+        pytest.skip("git: not installed, or this is not a clone")
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     paths = [ROOT / name for name in names.split("\0") if not name.endswith(DATA)]
     texts = [path for path in paths if path.is_file() and not path.is_relative_to(NOT_WRAPPED)]
