@@ -124,7 +124,7 @@ class Session:
         is_thorough = bool(getattr(self.config.option, "flashproof_thorough", False))
         with named("--quick"):
             if is_quick and is_thorough:
-                raise ValueError("cannot be had together with --thorough; leave one of them out")
+                raise ValueError("cannot be combined with --thorough; give only one of them")
         self.clock = quick.Clock(self.shared / "clock") if is_quick else None  # the clock of a quick run
         with named("--impl"):
             self.selection = Selection(given("impl"), dtypes, device, cases, by_name, is_quick, is_thorough)
