@@ -22,7 +22,7 @@ from flashproof.tensors import Inputs, inputs
 
 CERTIFIED_PRODUCTS = 2**16  # up to this batch x heads x queries x keys x dim, every element is enclosed in a ball
 FEWER_PRODUCTS = 2**12  # the same, in a thorough run
-CERTIFIED_HEADS = 64  # up to this batch x heads too: balls take one head after another
+CERTIFIED_HEADS = 64  # the same, up to this batch x heads, because balls take one head after another
 # From this number of scores (batch x heads x queries x keys), the kernel's own device computes the float64 oracle.
 SCORES_FOR_A_GPU = 2**21
 BY_ROWS: tuple[TensorName, ...] = ("out", "lse", "dq")  # tensors with a row for each query
@@ -38,10 +38,10 @@ class Exact:
     bound: Attention
     statistical: Attention  # the probabilistic bound without 16-bit casts: the unit of the bias, or a part of it
     gates: bool  # whether the probabilistic bound decides too
-    casts: list[Attention]  # what roundings to nearest, of the weights and of the output in delta, cause here
+    casts: list[Attention]  # the errors of roundings to nearest, of the weights and of the output in delta
     is_even: bool  # whether a correct kernel makes errors of both signs, so that a bias is a fault
     certainty: Certainty
-    lost: Callable[[], Attention]  # what sums may lose to small terms; added to the probabilistic bound
+    lost: Callable[[], Attention]  # the small terms that sums may lose; added to the probabilistic bound
 
     def on_cpu(self) -> "Exact":
         """The same, moved to the CPU."""
@@ -104,7 +104,7 @@ class Judged:
         return self.statistical.worst if self.statistical is not None and is_statistical else self.rho.worst
 
     def figures(self, note: str = "") -> dict[str, object]:
-        """The fields of a record that state this verdict. note: about the worst element."""
+        """The fields of a record that state this verdict. note: the properties of the row of the worst element."""
         worst = self.worst
         return {
             "tensor": self.tensor,
@@ -163,7 +163,7 @@ def _exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
 
     Small problems are certified. For other problems, float64 computes the result, with its own bound, and in long ones
     some rows are enclosed. The result is always on the CPU, where answers are compared. Only long sequences are
-    computed on a GPU: many processes share it, and a small step waits longer for its turn than it takes.
+    computed on a GPU: many processes share the GPU, and a small step would wait longer than it runs.
     """
     problem = inputs(case, device).problem(case)
     if is_certified(problem):
@@ -343,7 +343,7 @@ def _check_some_rows(verdicts: list[Judged], case: Case, truth: Exact) -> None:
     """Compares the float64 oracle with balls in the head with the kernel's largest error.
 
     The rows are the row with that error, and the rows where tiles begin and end. A disagreement is a fault of the suite
-    and ends the run. Gradients of keys and values have no rows of their own to enclose.
+    and ends the run. Gradients of keys and values are not compared, because they have no row for each query.
     """
     place = worst_row(verdicts)
     if place and _is_first(f"{case} at {place}"):

@@ -221,7 +221,7 @@ def _twice(implementation: Implementation, case: Case, device: str, observer: Ob
         return
     first = go_back(call, keep=True, plain=True)
     second = go_back(call, dout=other.dout, keep=True)
-    yield Computed(first, case, note="the first of two backwards of one call, looked at after the second")
+    yield Computed(first, case, note="the first of two backwards of one call, checked after the second")
     yield Computed(second, case, other, "the second of two backwards of one call")
 
 
@@ -255,7 +255,7 @@ def _two_forwards(implementation: Implementation, case: Case, device: str, obser
 
 def _after_another(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
     calls = [
-        (_another(case, implementation.supports), "looked at after another call"),
+        (_another(case, implementation.supports), "checked after another call"),
         (case, "after a call of the same shape with other options"),
     ]
     if case.batch <= LARGEST_BATCH and case.sharing == "apart":
@@ -318,8 +318,8 @@ def _grown(implementation: Implementation, case: Case, device: str, observer: Ob
     first = answer(fewer, shortened(given))
     _fill(given, inputs(case, device))
     second = answer(case, given)
-    yield Computed(first, fewer, shortened(inputs(other, device)), "before a call with one key more")
-    yield Computed(second, case, note="after a call with one key less")
+    yield Computed(first, fewer, shortened(inputs(other, device)), "before a call with one more key")
+    yield Computed(second, case, note="after a call with one key fewer")
 
 
 def _accumulated(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:

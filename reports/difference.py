@@ -37,7 +37,7 @@ class Difference:
 
 
 def compare(before: Iterable[Judgement], after: Iterable[Judgement]) -> Difference:
-    """Compares what two runs judged. If a run judged something twice, the worst counts."""
+    """Compares what two runs judged. If a run judged the same thing twice, the worse judgement counts."""
     first, second = _by_key(before), _by_key(after)
     pairs = [(first[key], second[key]) for key in first if key in second]
     rank = {status: place for place, status in enumerate(ORDER)}

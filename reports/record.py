@@ -71,7 +71,7 @@ class Element(msgspec.Struct, kw_only=True, frozen=True):
     exact: float | str  # the exact result
     error: float | str  # the absolute difference of the two
     bound: float | str  # the largest error that the claimed arithmetic allows
-    note: str = ""  # what its row looks like: "the query sees 518 keys; the largest weight is 99.8 %"
+    note: str = ""  # the properties of its row: "the query sees 518 keys; the largest weight is 99.8 %"
 
 
 class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
@@ -88,7 +88,7 @@ class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
     case: str  # the line that rebuilds the case
     dtype: str  # of query, key and value: "float16"
     device: Literal["cpu", "cuda"]  # where the kernel ran
-    status: Status  # what came of it
+    status: Status  # the result of the case
     tensor: TensorName | None = None  # the tensor that was judged. None if it was a property or a fault of the kernel
     # The largest error / deterministic bound. "nan" and "inf" are text; `float` reads them.
     rho: float | str | None = None
@@ -98,7 +98,7 @@ class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
     # (16 bit; the report calls it ulp) or the mean bound (float32). `oracles.verdict.Bias` defines it.
     bias: float | None = None
     bias_error: float | None = None  # the standard error of bias
-    bias_allowance: float | None = None  # the bias may be so large, and four standard errors more
+    bias_allowance: float | None = None  # the largest |bias| - 4 bias_error that passes
     rms: float | str | None = None  # root mean square of the errors / its expectation for the claimed arithmetic
     rms_error: float | None = None  # the standard error of the square of rms
     # The largest error, in units in the last place of the largest exact number of the tensor. None for the LSE.
@@ -108,11 +108,11 @@ class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
     certainty: Certainty | None = None
     worst: Element | None = None  # the element with the largest rho
     seconds: float = 0.0  # how long the call took, with its backward
-    message: str = ""  # of a failure, refusal or known defect: a sentence that adds to the figures
-    # Of a failure: the other question that the answer does answer, "this is the answer without the causal mask".
+    message: str = ""  # the words of a failure, refusal or known defect, beside its figures
+    # The other question that a failed answer fits: "this is the answer without the causal mask".
     question: str = ""
-    link: str = ""  # of a known defect: the address of its report
-    of_every_call: bool = False  # of a failure or refusal: every call ends like this, for every case
+    link: str = ""  # the address of the report of a known defect
+    of_every_call: bool = False  # whether every call for every case ends with this failure or refusal
     axes: dict[str, float] = {}  # the place of the case in a sweep: {"queries": 1024, "magnitude": 8.0, "score": 88.5}
 
 

@@ -3,6 +3,7 @@
 import math
 import re
 import shlex
+import textwrap
 from hashlib import sha256
 
 from flashproof.reports.evidence import size, worst_rho
@@ -182,6 +183,13 @@ def covered(found: Covered) -> str:
         f"{pairs} {found.possible_pairs} pairs of levels and {share:.0f} % of the triples in {found.cases} cases"
         + "".join(f"; {words}" for words in left_out)
     )
+
+
+def item(text: str) -> str:
+    """An item of a list in Markdown, in lines of at most 120 columns. Code in backticks stays together if it fits."""
+    kept = re.sub(r"`[^`]{,110}`", lambda code: code[0].replace(" ", "\0"), f"- {text}")
+    lines = textwrap.wrap(kept, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("\0", " ") + "\n"
 
 
 def plural(count: int, noun: str) -> str:

@@ -34,9 +34,9 @@ from flashproof.impls.spec import (
 )
 
 TARGETS = ("sm_90a",)  # the targets of the compilation; "a" adds wgmma and setmaxnreg
-TWIN = "CPU twin: it does not know TMA and wgmma yet, of which cuda.fa3 is made"
+TWIN = "CPU twin: it does not know TMA and wgmma yet, and cuda.fa3 needs both"
 L2_BYTES = 32 << 20  # bytes of the tensors that blocks read at the same time: two thirds of the L2 cache
-PROCESSORS = 132  # multiprocessors that are assumed if there is no GPU: those of an H200
+PROCESSORS = 132  # the assumed number of multiprocessors if there is no GPU: that of an H200
 
 # ---------------------------------------------------------------------------------------------------------------- tiles
 
@@ -340,14 +340,13 @@ def compile_cubin(source: str, kernel: str, constants: Mapping[str, int | str]) 
 
 
 def check_assembled(log: str, what: str) -> None:
-    """Raises CudaError if the assembler had to wait for each warpgroup product by itself, or ignored setmaxnreg.
+    """Raises CudaError if the assembler serialised the warpgroup products, or ignored setmaxnreg.
 
     Such code gives right results, but is several times slower. The check looks for the warnings C7507 to C7519.
     """
     if found := re.search(r"^.*\bC75(?:0[7-9]|1\d)\b.*$", log, re.MULTILINE):
         raise CudaError(
-            f"NVRTC: {what} is compiled to slow code, and another version of nvidia-cuda-nvrtc would do\n"
-            f"{found[0].strip()}"
+            f"NVRTC: {what} is compiled to slow code; install another version of nvidia-cuda-nvrtc\n{found[0].strip()}"
         )
 
 

@@ -305,12 +305,11 @@ def test_a_command_is_understood(command: str, pytestconfig: pytest.Config, monk
 
 
 def options() -> list[str]:
-    """Returns a command for each option of the table, for flashproof and for pytest."""
+    """Returns a command for each option that docs/commands.md lists, for flashproof and for pytest."""
     _, text = split(ROOT / "docs" / "commands.md")
-    table = text[text.index("| option | meaning |") :].split("\n\n")[0]
     found: list[str] = []
-    for row in table.splitlines()[2:]:
-        spelled = re.findall(r"`([^`]+)`", row.split(" | ")[0])
+    for item in re.findall(r"^- (`-.*?): ", text, re.MULTILINE):
+        spelled = re.findall(r"`([^`]+)`", item)
         found += [f"flashproof TARGET {spelled[0]}", f"pytest --impl TARGET {spelled[-1]}"]
     return found
 
