@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flashproof.calling import TENSORS, Answer, TensorName
+from flashproof.calling import GRADIENTS, TENSORS, Answer, TensorName
 from flashproof.cases import OF_DOUT, Case
 from flashproof.impls.spec import Arithmetic
 from flashproof.oracles import ball, bounds, naive, stagnation, verdict
@@ -39,7 +39,7 @@ class Exact:
     statistical: Attention  # the probabilistic bound without 16-bit casts: the unit of the bias, or a part of it
     gates: bool  # whether the probabilistic bound decides too
     casts: list[Attention]  # the errors of roundings to nearest, of the weights and of the output in delta
-    is_even: bool  # whether a correct kernel makes errors of both signs, so that a bias is a fault
+    even: tuple[TensorName, ...]  # the tensors in which a correct kernel makes errors of both signs: a bias is a fault
     certainty: Certainty
     lost: Callable[[], Attention]  # the small terms that sums may lose; added to the probabilistic bound
 
@@ -222,11 +222,22 @@ def exact_of(
         statistical,
         bounds.has_statistical_gate(problem, arithmetic),
         evaluation.casts_of(arithmetic),
-        # If products are rounded to 16 bit, all scores near 10000 may be rounded in one direction.
-        arithmetic.products != "input",
+        _even(problem, arithmetic),
         "certified" if enclosed else "bounded",
         cache(lambda: stagnation.lost(problem, backward=backward)),
     )
+
+
+def _even(problem: Problem, arithmetic: Arithmetic) -> tuple[TensorName, ...]:
+    """The tensors in which a correct kernel makes errors of both signs.
+
+    If products are rounded to 16 bit, all scores near 10000 may be rounded in one direction. A running sum in 16 bit
+    may round in one direction again and again, if its terms are nearly equal.
+    """
+    if arithmetic.products == "input":
+        return ()
+    is_summed_narrowly = arithmetic.gradients == "input" and problem.query.dtype != torch.float32
+    return ("out",) if is_summed_narrowly else ("out", *GRADIENTS)
 
 
 _shared: Path | None = None
@@ -376,7 +387,7 @@ def judge_tensor(actual: Tensor, name: TensorName, truth: Exact) -> Judged:
         rho=rho,
         statistical=of_chance,
         bias=verdict.bias(actual, true, statistical, [getattr(cast, name) for cast in truth.casts])
-        if name != "lse" and truth.is_even
+        if name in truth.even
         else None,
         ulps=None if name == "lse" else verdict.largest_ulps(actual, true),
         certainty=truth.certainty,
