@@ -78,8 +78,8 @@ def test_a_kernel_may_not_change_what_other_operations_returned() -> None:
         return right(query if query.is_leaf else query.mul_(1.25).mul_(0.5), *others, **keywords)
 
     implementation = Implementation(name="changes", attention=changes, bare=True)
+    case = Case.parse("b1 h1 q4 k4 d8 float32 projected")
     with pytest.raises(Fault, match="changed its query in place"):
-        case = Case.parse("b1 h1 q4 k4 d8 float32 projected")
         list(ways.computed(implementation, case, "cpu", UNOBSERVED))
 
 
