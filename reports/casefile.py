@@ -22,7 +22,7 @@ def address(kernel: Kernel) -> str:
 def content(kernel: Kernel) -> str:
     """The file: a call of `flashproofCases` with the packed judgements, the worst first.
 
-    The judgements are columns, in which words that repeat are numbers of a list.
+    The judgements are columns, in which words that repeat are numbers of a list. A bias is there unless a case passed.
     """
     judged = sorted(kernel.judged, key=severity, reverse=True)
     words: dict[str, int] = {}
@@ -37,7 +37,7 @@ def content(kernel: Kernel) -> str:
         "dtype": [word(one.judgement.dtype) for one in judged],
         "device": [word(str(one.machine)) for one in judged],
         "rho": ["" if one.rho is None else wording.rho(one.rho) for one in judged],
-        "bias": ["" if one.judgement.bias is None else wording.number(one.judgement.bias) for one in judged],
+        "bias": ["" if one.judgement.status == "passed" else wording.number(one.judgement.bias) for one in judged],
         "grade": [word(one.judgement.certainty or "") for one in judged],
         "again": [word(wording.repeat_line(one.judgement)) for one in judged],
         "said": [word(one.judgement.message if one.judgement.status != "passed" else "") for one in judged],

@@ -98,29 +98,25 @@ def _rho_panel(
 ) -> None:
     x, y, width, height = frame
     up = Scale(FOOT, TOP, y + height, y)
-    for value, name in powers(FOOT, TOP, 2):
-        drawing.line((x, up(value)), (x + width, up(value)), "grid")
-        if first:
-            drawing.words(x - 5, up(value) + 3.5, name, "tick", "end")
+    ticks = powers(FOOT, TOP, 2)
+    drawing.lines([((x, up(value)), (x + width, up(value))) for value, _ in ticks], "grid")
+    for value, name in ticks if first else []:
+        drawing.words(x - 5, up(value) + 3.5, name, "tick", "end")
     if panel is None:
         drawing.line((x, up(1)), (x + width, up(1)), "bound")
         drawing.words(x + width / 2, y + height / 2 + 12, "not judged", "soft", "middle")
         return
     place = [(x + width * across(at), judged) for at, judged in panel.points]
     allowed = [(at, ALLCLOSE / bound) for at, judged in place if (bound := _bound(judged))]
-    drawing.area(
-        [*((at, min(up(1), up(limit))) for at, limit in allowed), *((at, up(1)) for at, _ in reversed(allowed))],
-        "hides",
-    )
+    drawing.area(_down_to(up(1), [(at, min(up(1), up(limit))) for at, limit in allowed]), "hides")
     drawing.curve([(at, up(max(limit, FOOT))) for at, limit in allowed], "loose")
     biased = [(at, lean(judged.judgement)) for at, judged in place if judged.judgement.bias is not None]
-    drawing.area(
-        [*((at, up(max(share, FOOT))) for at, share in biased), *((at, up(FOOT)) for at, _ in reversed(biased))], "lean"
-    )
+    drawing.area(_down_to(up(FOOT), [(at, up(max(share, FOOT))) for at, share in biased]), "lean")
     if landmarks:
         _landmarks(drawing, x, y, width, height, [at for at, _ in panel.points], across)
     drawing.line((x, up(1)), (x + width, up(1)), "bound")
-    drawing.curve([(at, up(max(size(judged.rho), FOOT))) for at, judged in place], "rho")
+    for run in _runs([(at, size(judged.rho) if size(judged.rho) >= FOOT else None) for at, judged in place]):
+        drawing.curve([(at, up(figure)) for at, figure in run], "rho")
     for state, shape in SHAPES.items():
         points = [(at, up(max(size(j.rho), FOOT))) for at, j in place if j.judgement.status == state]
         if state == "passed":
@@ -129,7 +125,14 @@ def _rho_panel(
             drawing.marks(shape, points, f"mark {state.replace(' ', '-')}", 3.2)
     worst = max((judged for _, judged in place), key=lambda judged: size(judged.rho))
     failing = any(judged.judgement.status == "failed" for _, judged in place)
-    drawing.words(x + width, y + 9, f"max {rho(worst.rho)}", "worst" if failing else "tick", "end")
+    drawing.words(x + width, y + 9, f"max {rho(worst.rho)}", "worst halo" if failing else "tick halo", "end")
+
+
+def _down_to(foot: float, points: Sequence[Point]) -> list[Point]:
+    """The corners of the area between a line and a level below it. Empty if the line is too short or at that level."""
+    if len(points) < 2 or all(y == foot for _, y in points):
+        return []
+    return [*points, (points[-1][0], foot), (points[0][0], foot)]
 
 
 def _bound(judged: Judged) -> float:
@@ -141,9 +144,8 @@ def _bound(judged: Judged) -> float:
 def _landmarks(
     drawing: Drawing, x: float, y: float, width: float, height: float, places: Sequence[float], across: Across
 ) -> None:
-    for landmark, _ in LANDMARKS:
-        if (at := _between(landmark, places, across)) is not None:
-            drawing.line((x + width * at, y), (x + width * at, y + height), "landmark")
+    found = [at for landmark, _ in LANDMARKS if (at := _between(landmark, places, across)) is not None]
+    drawing.lines([((x + width * at, y), (x + width * at, y + height)) for at in found], "landmark")
 
 
 def _between(landmark: float, places: Sequence[float], across: Across) -> float | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from flashproof.reports import wording
 from flashproof.reports.evidence import size, worst_rho
+from flashproof.reports.overview import OF_TENSORS
 from flashproof.reports.record import Environment, Judgement, read
 
 Key = tuple[str, str, str, str, str, str]
@@ -34,7 +35,7 @@ class Difference:
     both: int  # judged in both runs
     lost: list[Judgement]  # judged in the first run only
     new: list[Judgement]  # judged in the second run only
-    worse: list[tuple[Judgement, Judgement]]  # the verdict became worse; the worst now is first
+    worse: list[tuple[Judgement, Judgement]]  # the verdict became worse; the gravest is first
     better: list[tuple[Judgement, Judgement]]  # the verdict became better
     moved: list[
         tuple[Judgement, Judgement]
@@ -70,7 +71,7 @@ def compare(before: Iterable[Judgement], after: Iterable[Judgement]) -> Differen
         both=len(pairs),
         lost=[judgement for key, judgement in first.items() if key not in second],
         new=[judgement for key, judgement in second.items() if key not in first],
-        worse=sorted(worse, key=lambda pair: _badness(pair[1]), reverse=True),
+        worse=sorted(worse, key=lambda pair: _gravity(pair[1]), reverse=True),
         better=[(one, two) for one, two in pairs if rank[one.status] > rank[two.status]],
         moved=sorted(moved, key=_rise, reverse=True),
     )
@@ -167,6 +168,11 @@ def _shown(title: str, lines: Iterable[str]) -> Iterable[str]:
         yield from (f"  {line}" for line in every[:SHOWN])
         if len(every) > SHOWN:
             yield f"  and {len(every) - SHOWN:,} more"
+
+
+def _gravity(judgement: Judgement) -> tuple[bool, int, float]:
+    """A sort key: accuracy and gradients of plain calls tell more than special ways of calling."""
+    return (judgement.check.partition("/")[0] in OF_TENSORS, *_badness(judgement))
 
 
 def _line(judgement: Judgement) -> str:

@@ -55,6 +55,12 @@ class Drawing:
         """A straight line."""
         self.parts.append(f'<path class="{kind}" d="M{_points([one])}L{_points([other])}"/>')
 
+    def lines(self, ends: Iterable[tuple[Point, Point]], kind: str) -> None:
+        """Straight lines, as one path."""
+        run = "".join(f"M{_points([one])}L{_points([other])}" for one, other in ends)
+        if run:
+            self.parts.append(f'<path class="{kind}" d="{run}"/>')
+
     def curve(self, points: Sequence[Point], kind: str) -> None:
         """A line through points."""
         if len(points) > 1:
@@ -95,16 +101,16 @@ class Drawing:
         self.parts.append(f'<text x="{number(x)}" y="{number(y)}"{about}>{escape(text)}</text>')
 
     def link(self, address: str, title: str, x: float, y: float, width: float, height: float) -> None:
-        """An invisible rectangle that leads somewhere."""
-        self.parts.append(
-            f'<a href="{escape(address)}"><title>{escape(title)}</title><rect class="hit" x="{number(x)}" '
-            f'y="{number(y)}" width="{number(width)}" height="{number(height)}"/></a>'
-        )
+        """An invisible rectangle that leads somewhere. The page holds the same link for the keyboard."""
+        self.parts.append(f'<a href="{escape(address)}" tabindex="-1">')
+        self.box(x, y, width, height, "hit", title)
+        self.parts.append("</a>")
 
     def svg(self) -> Markup:
-        """The drawing."""
+        """The drawing. One that holds links is a group for those who do not see it, and not an image."""
+        role = "group" if any(part.startswith("<a ") for part in self.parts) else "img"
         return Markup(
-            f'<svg role="img" aria-label="{escape(self.label)}" viewBox="0 0 {number(self.width)} '
+            f'<svg role="{role}" aria-label="{escape(self.label)}" viewBox="0 0 {number(self.width)} '
             f'{number(self.height)}" width="{number(self.width)}" height="{number(self.height)}">'
             + "".join(self.parts)
             + "</svg>"

@@ -21,7 +21,7 @@ def values(evidence: Evidence) -> dict[str, Any]:
         and judged.judgement.rho == judged.rho
         and 0 < size(judged.judgement.worst.exact) < math.inf
         and 0.05 < size(judged.judgement.rho) < 30
-        and 0.01 < size(judged.judgement.worst.exact) < 100
+        and 0.01 < size(judged.judgement.worst.exact) < 2
     ]
     failed = [judged for judged in known if judged.judgement.status == "failed"]
     if not known:

@@ -1,7 +1,7 @@
 """The site: an overview, the worst errors, a page for each implementation, what the checks catch, speed, how it works.
 
-A page needs no network and is readable without its script. The script adds sorting, filters, and the list of all cases,
-which it takes from a file beside the pages.
+The pages, their style, their script and the lists of all cases lie in one folder, and need no network. A page is
+readable without its script, which adds sorting, filters, and the lists of all cases.
 """
 
 from collections import defaultdict
@@ -32,6 +32,9 @@ from flashproof.reports.record import Judge
 from flashproof.reports.speed import Timing
 from flashproof.reports.templating import GENERATOR
 
+# The files that every page names: its style, and its script.
+BESIDE = {name: (Path(__file__).parent / "templates" / name).read_text("utf-8") for name in ("style.css", "script.js")}
+
 
 def write_site(records_paths: Iterable[Path], directory: Path, timings: Sequence[Timing] | None = None) -> Path:
     """Merges record files (`evidence.gather`) and writes their site. Returns the path of the index.
@@ -55,10 +58,7 @@ def write_pages(
     timed = [t for t in (speed.committed() if timings is None else timings) if t.implementation in names]
     site = _Site(evidence, timed, left_out)
     files = dict(site.files())
-    for name, text in files.items():
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", errors="replace")
+    _write(directory, files)
     _remove_old(directory, set(files))
     return directory / "index.html"
 
@@ -83,10 +83,15 @@ def write_difference(found: difference.Difference, runs: Sequence[difference.Run
         sentence=difference.sentence(found),
         most=difference.ON_A_PAGE,
     )
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "difference.html"
-    path.write_text(text, encoding="utf-8", errors="replace")
-    return path
+    _write(directory, {"difference.html": text, **BESIDE})
+    return directory / "difference.html"
+
+
+def _write(directory: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="replace")
 
 
 def _remove_old(directory: Path, kept: set[str]) -> None:
@@ -119,6 +124,7 @@ class _Site:
     def files(self) -> Iterable[tuple[str, str]]:
         pages = {"index.html": self.index, "errors.html": self.errors, "mutants.html": self.mutants}
         pages |= {"speed.html": self.speed, "how.html": self.how}
+        yield from BESIDE.items()
         for file, _ in self.menu:
             yield file, pages[file]()
         for kernel in self.evidence.kernels:

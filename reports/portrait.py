@@ -56,16 +56,15 @@ def _column(kernel: Kernel, column: overview.Column, evidence: Evidence, says: d
     """What a fold of the implementation's page holds: a strip, a table of checks, and the worst cases."""
     judged = [j for j in kernel.judged if column.holds(j.judgement)]
     checks = [check for check in evidence.checks if any(j.judgement.check == check for j in judged)]
+    dtypes = sorted({j.judgement.dtype for j in judged}, key=dtype_order)
     rows = []
     for check in checks:
         own = [j for j in judged if j.judgement.check == check]
         for machine in kernel.machines:
-            for dtype in sorted({j.judgement.dtype for j in own}, key=dtype_order):
-                here = [j for j in own if (j.machine, j.judgement.dtype) == (machine, dtype)]
-                if here:
-                    found = tables.found(here)
-                    worst = max((j for j in here if j.judgement.status == found.state), key=severity)
-                    rows.append((check, says.get(check, ""), machine, dtype, found, worst))
+            of_machine = [j for j in own if j.machine == machine]
+            if of_machine:
+                cells = [_found([j for j in of_machine if j.judgement.dtype == dtype]) for dtype in dtypes]
+                rows.append((check, says.get(check, ""), machine, cells))
     worst_of = {
         j.judgement.case: j for j in sorted(judged, key=severity) if j.rho is not None or j.judgement.status != "passed"
     }
@@ -74,12 +73,22 @@ def _column(kernel: Kernel, column: overview.Column, evidence: Evidence, says: d
         "column": column,
         "strips": [(line.machine, front.Cell(line.strips[0])) for line in lines if line.strips],
         "state": tables.found(judged).state if judged else "not claimed",
+        "dtypes": dtypes,
         "rows": rows,
         "worst": sorted(worst_of.values(), key=severity, reverse=True)[:WORST],
         "layers": " ".join(column.layers),
         "tensor": wording.TITLES.get(column.tensor, ""),
         "count": len(judged),
     }
+
+
+def _found(judged: list[Judged]) -> tuple[tables.Cell, str] | None:
+    """What a check found in one dtype, and the figure of its worst case. None if it judged nothing."""
+    if not judged:
+        return None
+    found = tables.found(judged)
+    worst = max((j for j in judged if j.judgement.status == found.state), key=severity)
+    return found, wording.short_reason(worst.judgement)
 
 
 def _sentence(kernel: Kernel) -> str:

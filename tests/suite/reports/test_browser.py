@@ -69,7 +69,7 @@ def test_a_page_opens_offline_and_fits(
     page.wait_for_function("!document.querySelector('.cases > p')")
     assert troubles == []
     cases = f"cases/{name.removesuffix('html')}js"
-    assert set(requests) <= {(site / file).as_uri() for file in (name, cases)}
+    assert set(requests) <= {(site / file).as_uri() for file in (name, cases, "style.css", "script.js")}
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate(_CLIPPED) == []
     _check_what_is_heard(page)
