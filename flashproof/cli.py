@@ -216,7 +216,22 @@ def report(
     """Merge the records of several runs or machines into one report."""
     from flashproof.reports.__main__ import merge
 
-    raise Status(USAGE_ERROR if merge(records, output, "flashproof report") else 0)
+    raise Status(merge(records, output, "flashproof report"))
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="BEFORE", help="the records of the first run: a file or a folder")],
+    after: Annotated[Path, typer.Argument(metavar="AFTER", help="the records of the second run")],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="DIR", help="also write the difference as DIR/difference.html"),
+    ] = None,
+) -> None:
+    """Say what two runs judged differently. The exit status is 1 if a verdict became worse or is missing."""
+    from flashproof.reports.difference import tell
+
+    raise Status(tell(before, after, output))
 
 
 def _run(single: bool, **wanted: Any) -> None:

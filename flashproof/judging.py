@@ -17,7 +17,7 @@ from flashproof.impls.spec import Arithmetic
 from flashproof.oracles import ball, bounds, naive, stagnation, verdict
 from flashproof.oracles.naive import Attention
 from flashproof.oracles.problem import Problem
-from flashproof.reports.record import Certainty, Element, figure
+from flashproof.reports.record import Certainty, Element, Grid, figure
 from flashproof.tensors import Inputs, inputs
 
 CERTIFIED_PRODUCTS = 2**16  # up to this batch x heads x queries x keys x dim, every element is enclosed in a ball
@@ -85,6 +85,7 @@ class Judged:
     bias: verdict.Bias | None
     ulps: float | None  # the largest error, in ulps of the tensor's largest number; None for the LSE
     certainty: Certainty
+    grid: Grid | None = None  # where the errors lie, if rho is above 1
 
     @property
     def worst_rho(self) -> float:
@@ -115,6 +116,7 @@ class Judged:
             "bias_allowance": self.bias.allowance if self.bias else None,
             "ulps": None if self.ulps is None else figure(self.ulps),
             "certainty": self.certainty,
+            "grid": self.grid,
             "worst": Element(
                 index=worst.index,
                 got=figure(worst.got),
@@ -391,7 +393,28 @@ def judge_tensor(actual: Tensor, name: TensorName, truth: Exact) -> Judged:
         else None,
         ulps=None if name == "lse" else verdict.largest_ulps(actual, true),
         certainty=truth.certainty,
+        grid=None if rho.value <= 1.0 else grid(verdict.ratios(actual, true, bound, error)),
     )
+
+
+PARTS = 16  # of rows and of columns, at most
+
+
+def grid(ratios: Tensor) -> Grid:
+    """The largest ratio in each part of a tensor, over all batch entries and heads.
+
+    ratios: [batch, head, row, dim], or [batch, head, query] of the LSE.
+    """
+    flat = ratios.flatten(0, 1).amax(0).cpu()
+    flat = flat.unsqueeze(-1) if flat.dim() == 1 else flat
+    bands = flat.tensor_split(min(PARTS, flat.shape[0]))
+    parts = [[float(part.max()) for part in band.tensor_split(min(PARTS, band.shape[1]), 1)] for band in bands]
+    return Grid(rows=flat.shape[0], columns=flat.shape[1], rho=[[_short(value) for value in row] for row in parts])
+
+
+def _short(value: float) -> float | str:
+    """A rho with three digits, which are enough for a picture."""
+    return figure(float(f"{value:.3g}"))
 
 
 def describe(problem: Problem, index: tuple[int, ...]) -> str:

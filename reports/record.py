@@ -74,6 +74,17 @@ class Element(msgspec.Struct, kw_only=True, frozen=True):
     note: str = ""  # the properties of its row: "the query sees 518 keys; the largest weight is 99.8 %"
 
 
+class Grid(msgspec.Struct, kw_only=True, frozen=True):
+    """Where in a tensor the errors lie: the largest rho in each part, over all batch entries and heads.
+
+    The rows (queries or keys) and the columns (dims) are cut into at most 16 equal parts each.
+    """
+
+    rows: int  # of the tensor
+    columns: int
+    rho: list[list[float | str]]
+
+
 class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
     """The judgement of one tensor of one case.
 
@@ -107,6 +118,7 @@ class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
     # bound on its error. "sampled": the same, and rows were compared with balls.
     certainty: Certainty | None = None
     worst: Element | None = None  # the element with the largest rho
+    grid: Grid | None = None  # of a failure with a rho
     seconds: float = 0.0  # how long the call took, with its backward
     message: str = ""  # the words of a failure, refusal or known defect, beside its figures
     # The other question that a failed answer fits: "this is the answer without the causal mask".
@@ -296,7 +308,7 @@ def read(path: Path) -> Iterator[Record]:
     """The records of a file, in order. A file whose name ends in .gz is unpacked.
 
     An incomplete last line is skipped. Raises OSError if the path is not a file. Raises ValueError, which names the
-    file, for a file that cannot be unpacked and for a line that is not a record; for a line it also names the line.
+    file and the line, for a file that cannot be unpacked to its end and for a line that is not a record.
     """
     if not path.is_file():
         raise OSError(f"{path}: {'is a directory; name the record files in it' if path.is_dir() else 'no such file'}")
@@ -304,7 +316,8 @@ def read(path: Path) -> Iterator[Record]:
     try:
         lines = (gzip.decompress(content) if path.suffix == ".gz" else content).split(b"\n")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:  # EOFError if the file was cut off
-        raise ValueError(f"{path}: cannot be unpacked ({error})") from error
+        intact = _unpacked(content).count(b"\n")
+        raise ValueError(f"{path}, line {intact + 1}: cannot be unpacked any further ({error})") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -314,3 +327,15 @@ def read(path: Path) -> Iterator[Record]:
             if number == len(lines):  # no newline follows: the writer died in the middle of the line
                 return
             raise ValueError(f"{path}, line {number}: not a record of flashproof ({error})") from error
+
+
+def _unpacked(content: bytes) -> bytes:
+    """As much of a damaged gzip file as can be unpacked."""
+    unpacking = zlib.decompressobj(wbits=31)
+    whole = b""
+    try:
+        for start in range(0, len(content), 4096):
+            whole += unpacking.decompress(content[start : start + 4096])
+    except zlib.error:
+        pass
+    return whole

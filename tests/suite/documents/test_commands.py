@@ -403,7 +403,7 @@ def test_a_run_and_its_records_as_the_pages_say(project: Path) -> None:
         "python -m flashproof.reports.github out/runs/verify.jsonl": "passed: 1 of",
         "flashproof report cpu.jsonl gpu.jsonl.gz -o site": "site/index.html",
         "flashproof report records/ -o site": "site/index.html",
-        "python -m flashproof.reports.difference before.jsonl after.jsonl": "",
+        "flashproof diff before.jsonl after.jsonl": "No verdict changed",
         "python -m flashproof.reports.calibration RECORDS... -o FILE": "",
         "flashproof list": "tiled.fa2",
     }.items():
