@@ -83,7 +83,7 @@ def test_what_the_assembler_said_is_asked_for_once(monkeypatch: pytest.MonkeyPat
     said = [launching.said_of("fa2.cu", "forward", (("DIM", 64),), target) for target in ("sm_80", "sm_80", "sm_90a")]
     assert said == ["fa2.cu forward {'DIM': 64} sm_80"] * 2 + ["fa2.cu forward {'DIM': 64} sm_90a"]
     assert compile_cubin.call_count == 2
-    monkeypatch.setattr(launching, "_sources", lambda source: "changed")
+    monkeypatch.setattr(launching, "_sources", lambda source, twin: "changed")
     launching.said_of("fa2.cu", "forward", (("DIM", 64),), "sm_80")
     assert compile_cubin.call_count == 3
 
