@@ -1,7 +1,5 @@
 // The CPU twin of primitives.cuh. One core of a CPU runs all threads of a block, so that the source of a kernel also
-// runs on a machine without a GPU.
-//
-// twin_machine.h runs the threads.
+// runs on a machine without a GPU. twin_machine.h runs the threads.
 //
 // The twin is stricter than a GPU. The following faults end a kernel with an error that names block and thread:
 //   - an access outside the tensors of the launch, outside the block's shared memory or outside a set of registers, or

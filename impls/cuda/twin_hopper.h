@@ -9,8 +9,8 @@
 //
 // What a thread may touch follows from what its warp knows (Clock). Each access to shared memory has a number, and so
 // has each phase of an mbarrier. An arrival gives the mbarrier what the warp knows. A wait gives it to the waiting warp.
-// So the result does not depend on the order in which the twin runs the warps. Shared memory is divided into units of
-// 16 bytes. Each knows its last writer and its readers.
+// So a fault is found whatever the order is in which the twin runs the warps. Shared memory is divided into units of 16
+// bytes. Each knows its last writer and its readers.
 //
 // The following faults end a kernel with an error that names block and thread, in addition to those of twin_machine.h:
 //   - a wait that never returns, with the arrivals and bytes that are missing; a wait for a phase that the thread has
@@ -33,8 +33,9 @@
 //   - accesses to memory through a plain pointer or array (the mail of fa3.cu, the static array of `finish`), except by
 //     their results;
 //   - a missing wait of one lane if another lane of its warp has waited;
+//   - a descriptor that does not match what threads have written, except by its results;
 //   - left operands in registers that change between products_begin and the product;
-//   - that the compiler serialises products (launching.py looks for its warning), and everything about time;
+//   - that the compiler serialises products (fa3.py looks for its warning), and everything about time;
 //   - races on device memory, between blocks or between kernels.
 // Clusters and named barriers are missing, because the kernels do not use them.
 #pragma once
@@ -353,7 +354,7 @@ inline void arrive(unsigned address, int bytes) {
 inline void wait(unsigned address, unsigned parity, int line) {
     Barrier& barrier = barrier_at(address);
     WarpState& state = me();
-    for (settle(barrier); (barrier.phase - 1 & 1) != static_cast<int>(parity & 1); settle(barrier)) {
+    for (settle(barrier); ((barrier.phase - 1) & 1) != static_cast<int>(parity & 1); settle(barrier)) {
         state.waits[machine.warps[machine.warp].lane] = {parity & 1, line};
         idle(number_of(barrier));
     }
