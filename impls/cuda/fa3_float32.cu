@@ -2,42 +2,37 @@
 // product of float32 numbers is made of six products of bfloat16 parts (parts.cuh).
 //
 // What changes against fa3.cu:
-// - The kernel `split` writes the parts of Q, K and V to scratch. The copy engine fetches them from there. P is split in
-//   registers.
-// - A place of the ring holds one part of a tile of K or V. The parts come in the order of their use, 3 2 1, and each is
-//   released as soon as its products are complete.
-// - A tensor core cuts its sums off. So each tile of P V is summed afresh and added to the output in float32, by the fma
-//   that rescales the output. The error of a tile's sum does not grow with the number of tiles.
-// - Products take four times as long as the softmax at head dim 128, and twice as long at 64. The softmax of a worker is
-//   hidden under the products of the others: the workers take turns, one product each.
+// - The kernel `split` writes the parts of Q, K and V to scratch. The copy engine fetches them from there. P is split
+//   in registers.
+// - A place of the ring holds one part of a tile of K or V. The parts come in the order of their use, 3 2 1, and each
+//   is released as soon as its products are complete.
+// - A tensor core cuts its sums off. So each tile of P V is summed afresh and added to the output in float32, by the
+//   fma that rescales the output. The error of a tile's sum does not grow with the number of tiles.
+// - A product takes longer than a softmax with its split. The softmax of a worker is hidden under the products of the
+//   others: the workers take turns, one product each.
 //
 //   worker 0:   S = Q K^T   | softmax, split  | T = P V     | O = c O + T | S = Q K^T ...
 //   worker 1:                 S = Q K^T       | softmax ...  | T = P V    | O = c O + T ...
 //
 // Arithmetic. The sums of a tensor core have at most max(DIM, STEP) terms. Softmax, sums of weights and the sum over
-// tiles are in float32. A weight is 2^(s c - m c) with s = q k, m the largest s of the row so far, and c = |scale| log2 e.
-// One fma computes s c - round(m c) and rounds once. All weights of the row share the rounding error of m c, so it
-// cancels in the output, and the LSE takes it out again. For a large |m c| the row computes (s - m) c in two operations,
-// so that equal scores weigh exactly 1, however large they are.
+// tiles are in float32. A weight is 2^(s c - m c) with s = q k, m the largest s of the row so far, and c = |scale| log2
+// e. One fma computes s c - round(m c) and rounds once. All weights of the row share the rounding error of m c, so it
+// cancels in the output, and the LSE takes it out again. For a large |m c| the row computes (s - m) c in two
+// operations, so that equal scores weigh exactly 1, however large they are.
 //
-// The loader defines the kernel, SPLIT or FORWARD. SPLIT needs VECTOR (whether rows can be read in aligned pieces of 16
-// bytes). FORWARD needs DIM (64 or 128; tensors may have fewer columns, and the copy engine fills the others with
+// The loader defines the kernel, SPLIT or FORWARD. SPLIT needs VECTOR (whether rows can be read in aligned pieces of
+// 16 bytes). FORWARD needs DIM (64 or 128; tensors may have fewer columns, and the copy engine fills the others with
 // zeros), WORKERS, STEP (keys of a tile), STAGES (parts of tiles in shared memory), CAUSAL, and SIGN (of the scale).
 #include "parts.cuh"
 
 #ifdef SPLIT
 
-// Writes the parts of a tensor [batches, heads, rows, dim]. A thread splits eight columns. `to` is [3, batches, heads,
-// rows, 8 pieces], and columns from dim on get zeros. The largest numbers, which round to an infinite first part, get
-// the largest finite one. An infinity becomes NaN in the other parts.
-extern "C" __global__ void __launch_bounds__(256)
-    split(const __grid_constant__ View from, uint4* to, int heads, int rows, int dim, int pieces, long long count) {
-    const long long index = static_cast<long long>(blockIdx.x) * 256 + threadIdx.x;
-    if (index >= count) return;
-    const long long place = index / pieces, pair = place / rows;
-    const int column = static_cast<int>(index % pieces) * 8;
-    const float* const row = from.data + pair / heads * from.batch + pair % heads * from.head +
-                             place % rows * from.row + column * from.column;
+constexpr int BLOCK_ROWS = 64;  // rows of a block
+
+// Splits eight columns of a row.
+DEVICE void split_piece(const float* tile, const View& from, uint4* to, int in_tile, int column, int dim,
+                        long long all) {
+    const float* const row = tile + in_tile * from.row + column * from.column;
     float x[8];
     if (VECTOR) {
         const float4 low = reinterpret_cast<const float4*>(row)[0], high = reinterpret_cast<const float4*>(row)[1];
@@ -63,7 +58,20 @@ extern "C" __global__ void __launch_bounds__(256)
     }
     UNROLL
     for (int part = 0; part < PARTS; ++part)
-        to[part * count + index] = make_uint4(parts[part][0], parts[part][1], parts[part][2], parts[part][3]);
+        to[part * all] = make_uint4(parts[part][0], parts[part][1], parts[part][2], parts[part][3]);
+}
+
+// Writes the parts of a tensor [batches, heads, rows, dim]. A thread splits eight columns at a time. `to` is [3,
+// batches, heads, rows, 8 pieces], `all` pieces for each part, and columns from dim on get zeros. The largest numbers,
+// which round to an infinite first part, get the largest finite one. An infinity becomes NaN in the other parts.
+extern "C" __global__ void __launch_bounds__(256)
+    split(const __grid_constant__ View from, uint4* to, int heads, int rows, int dim, int pieces, long long all) {
+    const int tiles = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, pair = blockIdx.x / tiles;
+    const int first_row = blockIdx.x % tiles * BLOCK_ROWS, count = smaller_of(rows - first_row, BLOCK_ROWS) * pieces;
+    const float* const tile = from.data + pair / heads * from.batch + pair % heads * from.head + first_row * from.row;
+    uint4* const to_tile = to + (static_cast<long long>(pair) * rows + first_row) * pieces;
+    for (int index = threadIdx.x; index < count; index += 256)
+        split_piece(tile, from, to_tile + index, index / pieces, index % pieces * 8, dim, all);
 }
 
 #endif
@@ -245,7 +253,7 @@ struct Worker {
     Address memory;
     int index;  // 0 to WORKERS - 1
     Walk<STAGES> slot;
-    unsigned turn;  // parity of the next turn: worker 0 begins, so its first wait returns at once
+    unsigned turn;  // the parity of the next turn; worker 0 begins, so its first wait returns at once
 
     DEVICE Worker(Address memory, int index) : memory(memory), index(index), turn(index == 0) {}
 

@@ -26,6 +26,7 @@ TARGETS = fa3.TARGETS
 TWIN = "CPU twin: it does not know TMA and wgmma yet, of which cuda.fa3_float32 is made"
 LARGEST_DIM = 128  # the parts of larger heads do not fit in shared memory
 PARTS = 3  # bfloat16 parts of a number
+SPLIT_ROWS = 64  # rows that a block of the kernel `split` reads
 
 # ---------------------------------------------------------------------------------------------------------------- tiles
 
@@ -88,7 +89,7 @@ class BackwardTile:
 
 
 # The tiles by the padded head dim. docs/fa3_float32.md says how they were chosen.
-FORWARD = {64: ForwardTile(64, 3, 80, 15), 128: ForwardTile(128, 2, 96, 5)}
+FORWARD = {64: ForwardTile(64, 3, 64, 18), 128: ForwardTile(128, 2, 64, 8)}
 BACKWARD = {64: BackwardTile(64, 96, 9), 128: BackwardTile(128, 48, 8)}
 
 
@@ -126,16 +127,20 @@ def parts_of(tensor: Tensor) -> Tensor:
 
 def split_launch(tensor: Tensor, parts: Tensor) -> Launch:
     """The kernel `split`: it fills `parts` with the parts of a tensor of any strides. A thread splits eight columns."""
-    _, heads, length, dim = tensor.shape
+    batch, heads, length, dim = tensor.shape
     pieces = parts.shape[3] // 8
-    count = tensor.shape[0] * heads * length * pieces
     sizes = (ctypes.c_int(heads), ctypes.c_int(length), ctypes.c_int(dim), ctypes.c_int(pieces))
-    return HopperLaunch(
-        *("fa3_float32.cu", "split", -(-count // 256), 8, 0),
+    blocks = batch * heads * -(-length // SPLIT_ROWS)
+    launch = HopperLaunch(
+        *("fa3_float32.cu", "split", blocks, 8, 0),
         constants={"VECTOR": int(dim % 8 == 0 and vectors(tensor))},
         tensors=(tensor, parts),
-        arguments=(View.of(tensor), ctypes.c_void_p(parts.data_ptr()), *sizes, ctypes.c_longlong(count)),
+        arguments=(
+            *(View.of(tensor), ctypes.c_void_p(parts.data_ptr()), *sizes),
+            ctypes.c_longlong(batch * heads * length * pieces),
+        ),
     )
+    return fa3.counted(launch, blocks)
 
 
 def _split(*tensors: Tensor) -> tuple[Tensor, ...]:

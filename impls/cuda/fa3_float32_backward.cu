@@ -1,5 +1,5 @@
-// Attention in float32 on the tensor cores of Hopper, backward. The algorithm is that of fa3_backward.cu, and each product
-// of float32 numbers is made of six products of bfloat16 parts (parts.cuh). It consists of three kernels:
+// Attention in float32 on the tensor cores of Hopper, backward. The algorithm is that of fa3_backward.cu, and each
+// product of float32 numbers is made of six products of bfloat16 parts (parts.cuh). It consists of three kernels:
 //   prepare   computes delta = rowsum(dO o O), copies the LSE beside it, pads both to whole tiles, and sets the sums of
 //             dQ to 0
 //   backward  computes dK and dV, and adds up dQ
@@ -109,7 +109,8 @@ extern "C" __global__ void __launch_bounds__(256) finish(const float* sums, cons
 
 #ifdef BACKWARD
 
-constexpr int WORKERS = 2, VALUES_WORKER = 0;  // worker 0 computes dV, worker 1 dK
+constexpr int WORKERS = 2;
+constexpr int VALUES_WORKER = 0;  // computes dV; the other worker computes dK
 constexpr int PANELS = DIM / PANEL;
 constexpr int THREADS = 128 * (WORKERS + 1);
 
@@ -225,7 +226,7 @@ struct Worker {
         at.next();
         return place;
     }
-    // Waits until at most `later` groups after the three groups of the parts are unfinished, and releases the parts.
+    // Releases the parts of the tile of one tensor.
     DEVICE void release(const int (&places)[PARTS]) const {
         UNROLL
         for (int part = PARTS - 1; part >= 0; --part) arrive(SLOT_EMPTY + 8 * places[part]);
@@ -428,7 +429,8 @@ struct Worker {
         parity ^= 1;
     }
 
-    DEVICE void attend(const Problem& problem, const Work& work, const View& dkey, const View& dvalue, float* dqueries) {
+    DEVICE void attend(const Problem& problem, const Work& work, const View& dkey, const View& dvalue,
+                       float* dqueries) {
         float sums[DIM / 2];  // dV or dK [64, DIM]
         clear(sums);
         if (work.visits > 0) {

@@ -8,8 +8,8 @@
 // products of parts. The other three are at most 2^-24 of it.
 //
 // The order is x1 y3, x2 y2, x1 y2, x3 y1, x2 y1, x1 y1, small products first: the tensor core cuts the sum off after
-// each step, and a small sum loses little. It also needs the parts of y in the order y3, y2, y1, each in one stretch, so
-// y arrives part by part, and a part leaves shared memory early. docs/arithmetic.md derives the bound.
+// each step, and a small sum loses little. It also needs the parts of y in the order y3, y2, y1, each in one stretch,
+// so y arrives part by part, and a part leaves shared memory early. docs/arithmetic.md derives the bound.
 #pragma once
 
 #define BF16 1
@@ -63,8 +63,8 @@ DEVICE float4 load_four(Address from) {
     return four;
 }
 
-// Stores `factor` times one of the thread's two rows of sums (r is 0 or 1). Only the first `columns` columns are stored,
-// a multiple of 8, or none if it is at most 0.
+// Stores `factor` times one of the thread's two rows of sums (r is 0 or 1). Only the first `columns` columns are
+// stored, a multiple of 8, or none if it is at most 0.
 template <int COUNT>
 DEVICE void store_float_row(float* to, const float (&sums)[COUNT], int r, float factor, int columns) {
     const int first = thread_again() % 4 * 2;
