@@ -20,27 +20,41 @@
 // cancels in the output, and the LSE takes it out again. For a large |m c| the row computes (s - m) c in two
 // operations, so that equal scores weigh exactly 1, however large they are.
 //
-// The loader defines the kernel, SPLIT or FORWARD. SPLIT needs VECTOR (whether rows can be read in aligned pieces of
-// 16 bytes). FORWARD needs DIM (64 or 128; tensors may have fewer columns, and the copy engine fills the others with
-// zeros), WORKERS, STEP (keys of a tile), STAGES (parts of tiles in shared memory), CAUSAL, and SIGN (of the scale).
+// The loader defines the kernel, SPLIT or FORWARD. FORWARD needs DIM (64 or 128; tensors may have fewer columns, and
+// the copy engine fills the others with zeros), WORKERS, STEP (keys of a tile), STAGES (parts of tiles in shared
+// memory), CAUSAL, and SIGN (of the scale).
 #include "parts.cuh"
 
 #ifdef SPLIT
 
 constexpr int BLOCK_ROWS = 64;  // rows of a block
 
-// Splits eight columns of a row.
-DEVICE void split_piece(const float* tile, const View& from, uint4* to, int in_tile, int column, int dim,
-                        long long all) {
-    const float* const row = tile + in_tile * from.row + column * from.column;
+// A tensor [batches, heads, rows, dim], and room for its parts, [3, batches, heads, rows, 8 pieces].
+struct Source {
+    View from;
+    uint4* to;
+    long long all;  // pieces of a part
+    int heads, rows, dim, pieces;
+    int vectors;    // whether rows can be read in aligned pieces of 16 bytes
+    int blocks;
+};
+struct Sources {
+    Source of[4];
+};
+
+// Splits eight columns of a row. Columns from dim on get zeros. The largest numbers, which round to an infinite first
+// part, get the largest finite one. An infinity becomes NaN in the other parts.
+DEVICE void split_piece(const Source& source, const float* tile, uint4* to, int row, int column) {
+    const float* const numbers = tile + row * source.from.row + column * source.from.column;
     float x[8];
-    if (VECTOR) {
-        const float4 low = reinterpret_cast<const float4*>(row)[0], high = reinterpret_cast<const float4*>(row)[1];
+    if (source.vectors) {
+        const float4* const fours = reinterpret_cast<const float4*>(numbers);
+        const float4 low = fours[0], high = fours[1];
         x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
         x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
     } else {
         UNROLL
-        for (int i = 0; i < 8; ++i) x[i] = column + i < dim ? row[i * from.column] : 0.0f;
+        for (int i = 0; i < 8; ++i) x[i] = column + i < source.dim ? numbers[i * source.from.column] : 0.0f;
     }
     unsigned parts[PARTS][4];
     UNROLL
@@ -58,20 +72,25 @@ DEVICE void split_piece(const float* tile, const View& from, uint4* to, int in_t
     }
     UNROLL
     for (int part = 0; part < PARTS; ++part)
-        to[part * all] = make_uint4(parts[part][0], parts[part][1], parts[part][2], parts[part][3]);
+        to[part * source.all] = make_uint4(parts[part][0], parts[part][1], parts[part][2], parts[part][3]);
 }
 
-// Writes the parts of a tensor [batches, heads, rows, dim]. A thread splits eight columns at a time. `to` is [3,
-// batches, heads, rows, 8 pieces], `all` pieces for each part, and columns from dim on get zeros. The largest numbers,
-// which round to an infinite first part, get the largest finite one. An infinity becomes NaN in the other parts.
-extern "C" __global__ void __launch_bounds__(256)
-    split(const __grid_constant__ View from, uint4* to, int heads, int rows, int dim, int pieces, long long all) {
-    const int tiles = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, pair = blockIdx.x / tiles;
-    const int first_row = blockIdx.x % tiles * BLOCK_ROWS, count = smaller_of(rows - first_row, BLOCK_ROWS) * pieces;
-    const float* const tile = from.data + pair / heads * from.batch + pair % heads * from.head + first_row * from.row;
-    uint4* const to_tile = to + (static_cast<long long>(pair) * rows + first_row) * pieces;
-    for (int index = threadIdx.x; index < count; index += 256)
-        split_piece(tile, from, to_tile + index, index / pieces, index % pieces * 8, dim, all);
+// Writes the parts of up to four tensors, one after the other. A thread splits eight columns at a time.
+extern "C" __global__ void __launch_bounds__(256) split(const __grid_constant__ Sources sources) {
+    int block = blockIdx.x, which = 0;
+    while (block >= sources.of[which].blocks) block -= sources.of[which++].blocks;
+    const Source& source = sources.of[which];
+    const int tiles = (source.rows + BLOCK_ROWS - 1) / BLOCK_ROWS, pair = block / tiles;
+    const int first_row = block % tiles * BLOCK_ROWS;
+    const int count = smaller_of(source.rows - first_row, BLOCK_ROWS) * source.pieces;
+    const float* const tile = source.from.data + pair / source.heads * source.from.batch +
+                              pair % source.heads * source.from.head + first_row * source.from.row;
+    uint4* const to = source.to + (static_cast<long long>(pair) * source.rows + first_row) * source.pieces;
+    UNROLL
+    for (int i = 0; i < 4; ++i) {
+        const int index = threadIdx.x + 256 * i;  // at most 16 pieces of a row: 1024 of a block
+        if (index < count) split_piece(source, tile, to + index, index / source.pieces, index % source.pieces * 8);
+    }
 }
 
 #endif

@@ -125,33 +125,50 @@ def parts_of(tensor: Tensor) -> Tensor:
     return torch.empty((PARTS * batch, heads, length, dim + -dim % 8), dtype=torch.bfloat16, device=tensor.device)
 
 
-def split_launch(tensor: Tensor, parts: Tensor) -> Launch:
-    """The kernel `split`: it fills `parts` with the parts of a tensor of any strides. A thread splits eight columns."""
-    batch, heads, length, dim = tensor.shape
-    pieces = parts.shape[3] // 8
-    sizes = (ctypes.c_int(heads), ctypes.c_int(length), ctypes.c_int(dim), ctypes.c_int(pieces))
-    blocks = batch * heads * -(-length // SPLIT_ROWS)
+class Source(ctypes.Structure):
+    """A tensor and room for its parts, as `Source` of fa3_float32.cu."""
+
+    _fields_ = (
+        *(("from", View), ("to", ctypes.c_void_p), ("all", ctypes.c_longlong)),
+        *((name, ctypes.c_int) for name in ("heads", "rows", "dim", "pieces", "vectors", "blocks")),
+    )
+
+    @classmethod
+    def of(cls, tensor: Tensor, parts: Tensor) -> "Source":
+        batch, heads, length, dim = tensor.shape
+        pieces = parts.shape[3] // 8
+        return cls(
+            *(View.of(tensor), parts.data_ptr(), batch * heads * length * pieces, heads, length, dim, pieces),
+            *(int(dim % 8 == 0 and vectors(tensor)), batch * heads * -(-length // SPLIT_ROWS)),
+        )
+
+
+class Sources(ctypes.Structure):
+    """Up to four tensors, as `Sources` of fa3_float32.cu."""
+
+    _fields_ = (("of", Source * 4),)
+
+
+def split_launch(*pairs: tuple[Tensor, Tensor]) -> Launch:
+    """The kernel `split`: for up to four pairs, it fills the second tensor with the parts of the first.
+
+    The first tensors are of any strides.
+    """
+    sources = [Source.of(*pair) for pair in pairs]
+    blocks = sum(source.blocks for source in sources)
     launch = HopperLaunch(
-        *("fa3_float32.cu", "split", blocks, 8, 0),
-        constants={"VECTOR": int(dim % 8 == 0 and vectors(tensor))},
-        tensors=(tensor, parts),
-        arguments=(
-            *(View.of(tensor), ctypes.c_void_p(parts.data_ptr()), *sizes),
-            ctypes.c_longlong(batch * heads * length * pieces),
-        ),
+        *("fa3_float32.cu", "split", blocks, 8, 0, {}),
+        tensors=tuple(tensor for pair in pairs for tensor in pair),
+        arguments=(Sources((Source * 4)(*sources)),),
     )
     return fa3.counted(launch, blocks)
 
 
 def _split(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The parts of each tensor. Where the tensors are one tensor, so are the parts."""
-    found: dict[tuple[object, ...], Tensor] = {}
-    for tensor in tensors:
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if place not in found:
-            found[place] = parts_of(tensor)
-            split_launch(tensor, found[place]).run()
-    return tuple(found[tensor.data_ptr(), tensor.shape, tensor.stride()] for tensor in tensors)
+    """The parts of up to four tensors."""
+    parts = tuple(parts_of(tensor) for tensor in tensors)
+    split_launch(*zip(tensors, parts, strict=True)).run()
+    return parts
 
 
 def _result(tensor: Tensor) -> Tensor:

@@ -23,22 +23,19 @@ def some(*shape: int) -> Tensor:
 
 
 def launches(dim: int, scale: float, causal: bool) -> list[Launch]:
-    """Returns what a forward launches, with a tensor whose rows are no vectors. Nothing is computed."""
-    query = some(1, 1, 128, dim + 1)[..., :dim]
+    """Returns what a forward launches. Nothing is computed."""
+    query = some(1, 1, 128, dim)
     parts = fa3_float32.parts_of(query)
     call = call_of(query, query, scale, causal, 0, 0.0, 0)
     numbers = torch.empty(1, 1, 128), torch.zeros(2, dtype=torch.int32)
-    return [
-        fa3_float32.split_launch(query, parts),
-        fa3_float32.forward_launch(call, parts, parts, parts, query, *numbers),
-    ]
+    return [fa3_float32.forward_launch(call, parts, parts, parts, query, *numbers)]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("scale", "causal"), [(-1.0, True), (0.0, False)])
 def test_other_compilations_spill_nothing_and_fit(dim: int, scale: float, causal: bool) -> None:
-    """Compiles the other signs of the scale, and the split of rows that are no vectors."""
+    """Compiles the other signs of the scale."""
     if reason := launching.no_nvrtc():
         pytest.skip(reason)
     for launch in launches(dim, scale, causal):
@@ -53,9 +50,7 @@ def test_other_compilations_spill_nothing_and_fit(dim: int, scale: float, causal
 
 def test_rows_that_are_no_vectors_are_read_one_by_one() -> None:
     forms = {"whole": some(1, 2, 5, 16), "row of 17": some(1, 2, 5, 17)[..., :16], "dim 12": some(1, 2, 5, 12)}
-    found = {
-        name: fa3_float32.split_launch(x, fa3_float32.parts_of(x)).constants["VECTOR"] for name, x in forms.items()
-    }
+    found = {name: fa3_float32.Source.of(x, fa3_float32.parts_of(x)).vectors for name, x in forms.items()}
     assert found == {"whole": 1, "row of 17": 0, "dim 12": 0}
 
 
@@ -67,12 +62,12 @@ def test_the_kernel_splits_as_the_emulation(dim: int) -> None:
     x = some(2, 3, 70, dim) * torch.exp2(torch.linspace(-140.0, 127.0, 70))[:, None]
     x = x.clamp(-torch.finfo(torch.float32).max, torch.finfo(torch.float32).max)
     x[0, 0, 0, 0] = torch.finfo(torch.float32).max
-    parts = fa3_float32.parts_of(x.cuda())
-    fa3_float32.split_launch(x.cuda(), parts).run()
-    assert torch.equal(
-        parts.cpu()[..., :dim].float(), torch.cat([part.reshape(2, 3, 70, dim) for part in tensor_core.parts(x)])
-    )
-    assert not parts[..., dim:].any()
+    first, other = x.cuda(), x.cuda().transpose(0, 1)[:, :, ::3]
+    pairs = [(tensor, fa3_float32.parts_of(tensor)) for tensor in (first, other)]
+    fa3_float32.split_launch(*pairs).run()
+    for tensor, parts in pairs:
+        assert torch.equal(parts[..., :dim].float().cpu(), torch.cat(tensor_core.parts(tensor.cpu())))
+        assert not parts[..., dim:].any()
 
 
 @hopper
