@@ -89,9 +89,14 @@ class Arithmetic:
     # What adds up products. "fma": float32, with IEEE rounding. "tensor_core": float32 that is truncated, with twice
     # the unit roundoff. "float64": float64.
     accumulate: Literal["fma", "tensor_core", "float64"] = "fma"
-    # Before a product, float32 operands are rounded to nearest in this format. "exact": not at all. "input": operands
-    # and products are rounded to the input dtype, as under torch.autocast.
-    products: Literal["exact", "3xtf32", "tf32", "input"] = "exact"
+    # With "tensor_core": the most terms that a tensor core adds up before float32 units add the sum to others, rounding
+    # to nearest. It adds 16 products at a time and keeps two bits more than float32, as Hopper's does. Nothing but
+    # products is then added by tensor cores. None: they add up all terms.
+    tensor_core_terms: int | None = None
+    # Before a product, float32 operands are rounded to nearest in this format. "exact": not at all. "6xbf16": each
+    # operand is the sum of three bfloat16 numbers, and the six largest of their nine products are added, small ones
+    # first. "input": operands and products are rounded to the input dtype, as under torch.autocast.
+    products: Literal["exact", "6xbf16", "3xtf32", "tf32", "input"] = "exact"
     # P and dS are cast to this dtype before the second product. "input": to the dtype of query.
     weights: Literal["input", "float32"] = "input"
     # The forward pass divides its weights by this. "sum": their own sum, so the errors that they share cancel. "lse":
@@ -104,12 +109,19 @@ class Arithmetic:
     exp_ulps: float = 2.0  # error of the exponential, in units in the last place
     exp_smallest: float = 2.0**-126  # a float32 exponential below this may become 0
     key_tile: int | None = None  # keys per step of the online softmax; None: unknown, the bound assumes the worst case
-    query_tile: int | None = None  # queries per step of the backward pass, for gradients="input"
+    # Queries per step of the backward pass, for gradients="input" and for tensor_core_terms.
+    query_tile: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for an invalid field."""
         check_types(self, Arithmetic)
-        for name, least in (("exp_ulps", 0), ("exp_smallest", 0), ("key_tile", 1), ("query_tile", 1)):
+        for name, least in (
+            ("tensor_core_terms", 1),
+            ("exp_ulps", 0),
+            ("exp_smallest", 0),
+            ("key_tile", 1),
+            ("query_tile", 1),
+        ):
             check_number(self, name, least=least)
 
 

@@ -9,6 +9,7 @@ Sources:
 - Blanchard, Higham and Higham, IMA J. Numer. Anal. 41(4), 2021: shifted softmax and log-sum-exp.
 - Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019: sqrt(n) in the probabilistic form.
 - Fasi et al., PeerJ CS 7:e330, 2021: tensor cores truncate.
+- Khattak and Mikaitis, arXiv 2512.07004, 2025, and Xie et al., arXiv 2511.10909, 2025: how Hopper's tensor cores add.
 """
 
 import math
@@ -44,7 +45,17 @@ _ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.
 # The largest absolute error of a result that underflows. Flush to zero is allowed, except in float16: every chip
 # supports the subnormal numbers of float16.
 _UNDERFLOW = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126, torch.float64: 2.0**-1022}
-_PRODUCTS = {"exact": 0.0, "3xtf32": 2.0**-21, "tf32": 2.0**-10}
+# "6xbf16": the parts of x are at most |x| (1 + 2^-8), 2^-8 |x| and 2^-17 |x|. Three products of parts are left out.
+_PRODUCTS = {"exact": 0.0, "6xbf16": 2.0 * 2.0**-8 * 2.0**-17 + 2.0**-34, "3xtf32": 2.0**-21, "tf32": 2.0**-10}
+# The largest absolute error of an operand whose third part underflows: half of the smallest number of bfloat16.
+_OPERAND_UNDERFLOW = {"6xbf16": 2.0**-134}
+# A tensor core of Hopper adds 16 products to a sum at a time. It cuts each of the 17 numbers off 25 bits below the
+# exponent of the largest one, and cuts their sum off after 24 bits.
+_STEP_TERMS = 16
+_STEP_ERROR = (_STEP_TERMS + 1) * 2.0**-25 + 2.0**-23
+# The sum of all partial sums after which the six products of parts truncate, relative to the whole sum: the five small
+# products come first, and what they add to 1 is 2^-7 twice, 2^-8 three times, and less.
+_SMALL_PRODUCTS_FIRST = 1.04
 # This limit keeps exponentials and the products of two of them finite in float64. A bound of 1e130 excuses any number.
 _LARGEST_EXPONENT = 300.0
 
@@ -90,16 +101,20 @@ FLOAT64 = Claim(Arithmetic(accumulate="float64", weights="float32"), dtype=torch
 class Units:
     """The units of error that one claim, dtype and problem put into the formulas.
 
-    eta and tiny are absolute errors. The other float fields are relative errors.
+    operand, eta and tiny are absolute errors. The other float fields are relative errors.
     """
 
     form: Form
-    u_a: float  # one operation of the accumulator
+    u_a: float  # one operation of the accumulator, or of the float32 units where only products use tensor cores
+    terms: int | None  # the most terms that a tensor core adds up; None: all sums are made in the same way
+    step_error: float  # with `terms`: what one step of a tensor core truncates
+    tile: int  # with `terms`: the fewest terms in each sum of a tensor core, apart from the last one
     u_p: float  # the cast of P or dS before a product
     u_o: float  # the rounding of the output
     u_l: float  # the rounding of the LSE to float32; 0 if the accumulator's own roundings include it
     u_n: float  # one operation of the LSE that normalises: as u_a, or of the input dtype as under torch.autocast
-    product: float  # the rounding of the operands of a product (TF32)
+    product: float  # the rounding of the operands of a product (TF32, parts)
+    operand: float  # the underflow of an operand of a product, an absolute error
     eps_e: float  # the exponential
     eta: float  # the underflow of a weight
     tiny: float  # the underflow of the output
@@ -109,7 +124,17 @@ class Units:
     sixteen_bit_steps: int  # the number of additions into a 16-bit gradient, for each query head
 
     def gamma(self, n: int) -> float:
-        """The relative error of a sum of n terms, in units of the sum of their absolute values.
+        """The relative error of a sum of n products, in units of the sum of their absolute values.
+
+        With `terms`, tensor cores sum the products of each tile, and the sums of tiles are added like other numbers.
+        The truncation always counts at its worst, because its errors share a sign.
+        """
+        if self.terms is None:
+            return self.added(n)
+        return math.ceil(min(n, self.terms) / _STEP_TERMS) * self.step_error + self.added(math.ceil(n / self.tile))
+
+    def added(self, n: int) -> float:
+        """The relative error of a sum of n numbers that are not products, in the same units.
 
         Deterministic: n u_a / (1 - n u_a) (Higham, 3.1). Statistical: lambda sqrt(n) u_a (Higham and Mary).
         """
@@ -150,7 +175,10 @@ def _sixteen_bit_steps(problem: Problem, arithmetic: Arithmetic) -> int:
 def units_of(problem: Problem, claim: "Claim") -> Units:
     """Computes the units of error of a claim on a problem."""
     arithmetic, dtype, keys = claim.arithmetic, claim.dtype or problem.query.dtype, problem.key.shape[2]
-    roundoff = {"fma": 2.0**-24, "tensor_core": 2.0 * 2.0**-24, "float64": 2.0**-53}[arithmetic.accumulate]
+    terms = arithmetic.tensor_core_terms if arithmetic.accumulate == "tensor_core" else None
+    roundoff = {"fma": 2.0**-24, "tensor_core": 2.0 * 2.0**-24, "float64": 2.0**-53}[
+        "fma" if terms else arithmetic.accumulate
+    ]
     elementary = 2.0**-53 if arithmetic.accumulate == "float64" else 2.0**-24
     sixteen_bit = dtype in (torch.float16, torch.bfloat16)
     cast = arithmetic.weights == "input" and sixteen_bit
@@ -160,12 +188,16 @@ def units_of(problem: Problem, claim: "Claim") -> Units:
     return Units(
         form=claim.form,
         u_a=roundoff,
+        terms=terms,
+        step_error=_STEP_ERROR * (_SMALL_PRODUCTS_FIRST if arithmetic.products == "6xbf16" else 1.0),
+        tile=min(arithmetic.key_tile or 16, arithmetic.query_tile or 16),
         u_p=_ROUNDOFF[dtype] if cast else 0.0,
         u_o=_ROUNDOFF[dtype],
         u_l=_ROUNDOFF[torch.float32] if arithmetic.accumulate == "float64" and dtype != torch.float64 else 0.0,
         u_n=_ROUNDOFF[dtype] if arithmetic.products == "input" else roundoff,
         # With "input", both operands of a product and the product itself are rounded to the input dtype.
         product=3.0 * _ROUNDOFF[dtype] if arithmetic.products == "input" else _PRODUCTS[arithmetic.products],
+        operand=_OPERAND_UNDERFLOW.get(arithmetic.products, 0.0),
         eps_e=2.0 * arithmetic.exp_ulps * elementary,
         eta=(_UNDERFLOW[torch.float64] if arithmetic.accumulate == "float64" else arithmetic.exp_smallest)
         + (_UNDERFLOW[dtype] if cast else 0.0),
@@ -181,14 +213,18 @@ def units_of(problem: Problem, claim: "Claim") -> Units:
 def has_statistical_gate(problem: Problem, arithmetic: Arithmetic) -> bool:
     """Whether the probabilistic bound is a second gate.
 
-    It is a second gate in float32 with exact products, if the roundings have mean zero. The deterministic bound is 20
-    to 100 times too large there. The probabilistic bound is not a gate in three cases:
-    - Tensor cores truncate, so their errors do not cancel.
+    It is a second gate in float32 with exact products or products of three parts, if the roundings have mean zero. The
+    deterministic bound is 20 to 100 times too large there. The probabilistic bound is not a gate in three cases:
+    - Tensor cores truncate, so their errors do not cancel. If they sum a limited number of terms, then the
+      probabilistic bound contains this error at its worst, and is a gate.
     - In 16 bit, the casts dominate both forms of the bound.
     - Sums of equal terms make roundings that are not random.
     """
-    is_fma = problem.query.dtype == torch.float32 and arithmetic.accumulate == "fma" and arithmetic.products == "exact"
-    return is_fma and not _sums_equal_terms(problem)
+    rounds = arithmetic.accumulate == "fma" or (
+        arithmetic.accumulate == "tensor_core" and arithmetic.tensor_core_terms is not None
+    )
+    is_float32 = problem.query.dtype == torch.float32 and arithmetic.products in ("exact", "6xbf16")
+    return is_float32 and rounds and not _sums_equal_terms(problem)
 
 
 def _sums_equal_terms(problem: Problem) -> bool:
@@ -289,10 +325,11 @@ def share(problem: Problem, claim: Claim, of: Claim) -> float | None:
         return None
     lengths = (problem.query.shape[3], problem.key.shape[2], problem.query.shape[2] * problem.groups)
     pairs = [(small.gamma(length), large.gamma(length)) for length in lengths]
-    pairs += [(small.gamma(small.row_sum), large.gamma(large.row_sum)), (small.rescaling, large.rescaling)]
+    pairs += [(small.added(length), large.added(length)) for length in lengths]
+    pairs += [(small.added(small.row_sum), large.added(large.row_sum)), (small.rescaling, large.rescaling)]
     pairs += [
         (getattr(small, unit), getattr(large, unit))
-        for unit in ("u_a", "u_p", "u_o", "u_l", "u_n", "product", "eps_e", "eta", "tiny")
+        for unit in ("u_a", "u_p", "u_o", "u_l", "u_n", "product", "operand", "eps_e", "eta", "tiny")
     ]
     pairs += [(small.sixteen_bit_steps * small.u_o, large.sixteen_bit_steps * large.u_o)]
     pairs += [((1 + small.sixteen_bit_steps) * small.tiny, (1 + large.sixteen_bit_steps) * large.tiny)]
@@ -381,6 +418,7 @@ class _Parts:
     """The intermediate results of a block of rows that the bounds of all claims share."""
 
     def __init__(self, rows: Rows, slopes: Slopes | None) -> None:
+        self.scale = rows.scale
         self.query_abs, self.key_abs, self.value_abs = rows.query.abs(), rows.key.abs(), rows.value.abs()
         self.score_mass = (self.query_abs @ self.key_abs.mT).mul_(abs(rows.scale))  # |tau| |Q||K|^T
         # 2 (m - S) + 3 |S|; -inf at hidden keys
@@ -421,7 +459,10 @@ class _Parts:
         known = (u.u_a, u.eps_e)
         if known not in self._errors:
             self._errors[known] = (self.roundings * u.u_a).add_(u.eps_e)
-        return torch.add(self._errors[known], self.score_mass, alpha=u.gamma(dim) + u.product)
+        error = torch.add(self._errors[known], self.score_mass, alpha=u.gamma(dim) + u.product)
+        if u.operand:
+            error.add_(_sums_of_both(self.query_abs, self.key_abs), alpha=u.operand * abs(self.scale))
+        return error
 
 
 def _moved(rows: Rows, log_error: Tensor) -> Tensor:
@@ -434,6 +475,14 @@ def _moved(rows: Rows, log_error: Tensor) -> Tensor:
     large = torch.exp((log_weight + log_error).clamp(max=_LARGEST_EXPONENT)) - rows.weights
     moved = torch.where(log_error < 1.0, small, large)
     return moved if rows.visible is None else moved.masked_fill_(~rows.visible, 0.0)
+
+
+def _sums_of_both(rows: Tensor, columns: Tensor) -> Float[Tensor, "kv_heads rows keys"]:
+    """The sum of a row of `rows` plus the sum of a row of `columns`, for each pair.
+
+    Times the absolute error of an operand, it is the error of an inner product.
+    """
+    return rows.sum(dim=-1, keepdim=True) + columns.sum(dim=-1)[:, None]
 
 
 def _row_sums(one: Tensor, other: Tensor) -> Float[Tensor, "kv_heads rows 1"]:
@@ -463,7 +512,7 @@ class _Sums:
         roundings = 2.0 if u.by_lse else 1.0  # by_lse: the LSE of a part and the LSE of the whole
         lse = (
             lse
-            + u.gamma(u.row_sum)
+            + u.added(u.row_sum)
             + u.rescaling
             + roundings * u.u_a * (2.0 * parts.lse_abs + 4.0)
             + u.u_l * parts.lse_abs
@@ -501,8 +550,9 @@ class _Sums:
             apart
             + (u.u_p + u.product + u.gamma(rows.all_keys) + u.rescaling + 2.0 * u.u_a + u.of_lse(parts.lse_abs))
             * parts.weighted_abs
-            + (u.gamma(u.row_sum) + u.rescaling + 3.0 * u.u_a + u.u_o) * parts.out_abs
+            + (u.added(u.row_sum) + u.rescaling + 3.0 * u.u_a + u.u_o) * parts.out_abs
             + u.eta * rows.largest_gain * parts.visible_abs
+            + u.operand * rows.largest_gain
             + u.tiny
         )
 
@@ -516,11 +566,11 @@ class _Sums:
         # columns: the number of rows that are summed into one element of dK or dV
         dim, columns = rows.query.shape[-1], self.problem.query.shape[2] * self.problem.groups
         out_mass = (parts.dout_abs * parts.out_abs).sum(dim=-1, keepdim=True)
-        from_output = (parts.dout_abs * out).sum(dim=-1, keepdim=True) + u.gamma(dim) * out_mass
+        from_output = (parts.dout_abs * out).sum(dim=-1, keepdim=True) + u.added(dim) * out_mass
         dweights_error = u.gamma(dim) + u.product + 2.0 * u.u_a  # in units of |dO||V|^T
         from_weights = (
-            (1.0 + u.gamma(rows.all_keys)) * _row_sums(moved, parts.dweights_abs)
-            + u.gamma(rows.all_keys) * _row_sums(weights, parts.dweights_abs)
+            (1.0 + u.added(rows.all_keys)) * _row_sums(moved, parts.dweights_abs)
+            + u.added(rows.all_keys) * _row_sums(weights, parts.dweights_abs)
             + dweights_error
             * (_row_sums(moved, parts.dweights_mass) + (parts.dout_abs * parts.weighted_abs).sum(dim=-1, keepdim=True))
         )
@@ -532,11 +582,17 @@ class _Sums:
         in_sixteen_bit = u.sixteen_bit_steps * u.u_o
         over_keys = u.gamma(rows.all_keys) + u.product + in_sixteen_bit
         over_queries = u.gamma(columns) + u.product + in_sixteen_bit * self.problem.groups
-        dscores = torch.add(delta, parts.dweights_mass, alpha=dweights_error).mul_(weights + moved)
+        dscores = torch.add(delta, parts.dweights_mass, alpha=dweights_error)
+        if u.operand:
+            both = _sums_of_both(parts.dout_abs, parts.value_abs)
+            dscores.add_(both, alpha=2.0 * u.operand * rows.largest_gain)  # dP, and delta as a mean of dP
+        dscores.mul_(weights + moved)
         dscores.addcmul_(moved, parts.slope)
         dscores.add_(parts.dscores_abs, alpha=3.0 * u.u_a + u.u_p + over_keys)
         dscores.add_(parts.one_and_slope, alpha=u.eta * scaled_before)
         dq = (dscores @ parts.key_abs).mul_(abs(rows.scale))
+        if u.operand:
+            dq += u.operand * abs(rows.scale) * parts.dscores_abs.sum(dim=-1, keepdim=True)
         dscores.add_(parts.dscores_abs, alpha=over_queries - over_keys)
         dropped = moved if rows.gain is None else moved.mul_(rows.gain)
         dropped.add_(
@@ -549,6 +605,10 @@ class _Sums:
         rows.write(self.bound.dq, torch.where(rows.sees, dq, 0.0))
         rows.add(self.bound.dk, dscores, parts.query_abs, abs(rows.scale))
         rows.add(self.bound.dv, dropped, parts.dout_abs)
+        if u.operand:  # the underflow of Q and dO; that of dS and P is in eta
+            everywhere = torch.full_like(parts.query_abs, u.operand)
+            rows.add(self.bound.dk, parts.dscores_abs, everywhere, abs(rows.scale))
+            rows.add(self.bound.dv, parts.dropped, everywhere)
 
     def finish(self, answer: Attention) -> Attention:
         """Computes the final bound: adds the last roundings and underflows, and applies the factor SECOND_ORDER."""
@@ -574,6 +634,9 @@ def _largest_error(problem: Problem, u: Units, largest: float) -> float:
     """
     dim, lse = problem.query.shape[3], largest + math.log(problem.key.shape[2])
     weight = (u.gamma(dim) + u.product + 7.0 * u.u_a) * largest + u.eps_e
+    if u.operand:
+        sums = dim * float(problem.query.abs().amax().to(torch.float64) + problem.key.abs().amax().to(torch.float64))
+        weight += u.operand * abs(problem.scale) * sums
     return 2.0 * weight + u.gamma(u.row_sum) + u.rescaling + 2.0 * u.u_a * (2.0 * lse + 4.0) + u.u_l * lse
 
 

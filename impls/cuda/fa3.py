@@ -378,11 +378,11 @@ def _not_hopper(device: int) -> str | None:
     return (
         None
         if (major, minor) == (9, 0)
-        else f"CUDA: {torch.cuda.get_device_name(device)} is sm_{major}{minor}, and cuda.fa3 needs a Hopper GPU (sm_90)"
+        else f"CUDA: {torch.cuda.get_device_name(device)} is sm_{major}{minor}, and wgmma needs a Hopper GPU (sm_90)"
     )
 
 
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     """The number of multiprocessors of a GPU. Without a GPU it is that of an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
 
@@ -461,7 +461,7 @@ def forward_launch(
         "CAUSAL": int(call.is_causal),
         "SIGN": sign,
     } | tile.constants
-    blocks = min(TWIN_BLOCKS if launching.on_twin(query) else _processors(query.device), work)
+    blocks = min(TWIN_BLOCKS if launching.on_twin(query) else processors(query.device), work)
     launch = HopperLaunch(
         "fa3.cu",
         "forward",
@@ -472,7 +472,7 @@ def forward_launch(
         (query, key, value, out, lse, counter),
         arguments,
     )
-    return _counted(launch, work)
+    return counted(launch, work)
 
 
 def backward_launches(
@@ -522,10 +522,10 @@ def backward_launches(
         tensors=(sums, dquery),
         arguments=(to_sums, View.of(dquery), problem),
     )
-    return _counted(prepare, work), _counted(main, main.blocks), _counted(finish, work)
+    return counted(prepare, work), counted(main, main.blocks), counted(finish, work)
 
 
-def _counted(launch: Launch, work: int) -> Launch:
+def counted(launch: Launch, work: int) -> Launch:
     """The launch itself. Raises CudaError if the kernel cannot count its pieces of work in 32 bits."""
     if work >= 2**31 - 2**16:
         raise CudaError(

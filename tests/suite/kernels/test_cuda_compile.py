@@ -173,7 +173,7 @@ def _numbers(pattern: str, log: str) -> list[int]:
 def test_kernels_compile_spill_nothing_and_fit(name: str, dtype: Dtype, target: str, recorder: Recorder) -> None:
     """Compiles every kernel with every head dim and mask."""
     found = []
-    for dim in (64, 128, 256):
+    for dim in (dim for dim in (64, 128, 256) if dim <= catalogue.load(name).supports.dims[1]):
         for causal in (False, True):
             wanted = launches(name, dtype, dim, causal)
             assert len(wanted) >= 2, (

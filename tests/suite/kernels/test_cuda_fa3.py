@@ -229,7 +229,7 @@ def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     for capability, code in (((10, 0), "sm_100"), ((8, 0), "sm_80")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
-        assert fa3.missing("cuda") == f"CUDA: NVIDIA B200 is {code}, and cuda.fa3 needs a Hopper GPU (sm_90)"
+        assert fa3.missing("cuda") == f"CUDA: NVIDIA B200 is {code}, and wgmma needs a Hopper GPU (sm_90)"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert fa3.missing("cuda") is None
     monkeypatch.setattr(launching, "no_nvrtc", lambda: "cuda-core: not installed")

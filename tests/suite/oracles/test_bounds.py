@@ -170,10 +170,17 @@ def test_a_bound_that_says_nothing_is_finite() -> None:
     assert found.dq.max() > 1e38
 
 
+# A tensor core sums tiles of 64 terms, and float32 additions add up these sums.
+TILED = Arithmetic(accumulate="tensor_core", tensor_core_terms=64, key_tile=64, query_tile=64)
+
 LOOSER = {
     "tensor cores truncate": (Arithmetic(), Arithmetic(accumulate="tensor_core")),
     "float64 is finer": (Arithmetic(accumulate="float64"), Arithmetic()),
     "casts of the weights": (Arithmetic(weights="float32"), Arithmetic(weights="input")),
+    "tensor cores that sum all terms": (TILED, replace(TILED, tensor_core_terms=None)),
+    "more terms in a tensor core": (TILED, replace(TILED, tensor_core_terms=128)),
+    "more sums of tensor cores": (TILED, replace(TILED, query_tile=16)),
+    "six products": (TILED, replace(TILED, products="6xbf16")),
     "three products": (Arithmetic(), Arithmetic(products="3xtf32")),
     "one product": (Arithmetic(products="3xtf32"), Arithmetic(products="tf32")),
     "gradients in 16 bit": (Arithmetic(), Arithmetic(gradients="input")),
