@@ -34,14 +34,15 @@ from flashproof.impls.triton import flash
 from flashproof.impls.triton.flash import Loop, Tile, Tiles
 from flashproof.impls.triton.primitives import (
     INFINITY,
-    INTERPRETED,
     as_argument,
+    chip_of,
     device_function,
     head_dim,
     head_of,
     kernel,
     load_rows,
     missing,
+    numbers_of,
     place,
     slow,
     store_rows,
@@ -67,9 +68,13 @@ TILES = {
 }
 
 
-def tiles(dtype: torch.dtype, dim: int, dropout: bool, interpreted: bool = INTERPRETED.value) -> Tiles:
-    """Returns the tiles for a dtype and a head dim."""
-    return flash.tiles_of(TILES, dtype, dim, dropout, interpreted)
+# The tiles on sm_90 in place of these, chosen by measurement. Their operands come through descriptors, and programs of
+# one warpgroup share a multiprocessor: the weights of one program are computed while another multiplies.
+HOPPER = {
+    (16, 64): Tiles(forward=Tile(64, 128, 4, 3), dkey_dvalue=Tile(64, 64, 4, 3), dquery=Tile(64, 64, 4, 2)),
+    (16, 128): Tiles(forward=Tile(64, 64, 4, 3), dkey_dvalue=Tile(64, 64, 4, 2), dquery=Tile(128, 64, 8, 3)),
+}
+tiles = flash.Tables(TILES, HOPPER)
 
 
 # ---------------------------------------------------------------------------------------------------------------- lists
@@ -196,17 +201,11 @@ def forward_kernel(
     maximum = tl.full([QUERIES], -INFINITY, tl.float32)
     total = tl.full([QUERIES], 0.0, tl.float32)
     accumulator = tl.full([QUERIES, PADDED_DIM], 0.0, tl.float32)
-    for step in tl.range(0, full):
+    for step in tl.range(0, end):
         first_key = tile_of_list(blocks, step, KEYS)
         accumulator, maximum, total = attend(
             accumulator, maximum, total, q, query_at, key, value, first_key, keys, offset,
-            exponent_scale, seed, last_dropped, batch, head, False, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
-        )  # fmt: skip
-    for step in tl.range(full, end):
-        first_key = tile_of_list(blocks, step, KEYS)
-        accumulator, maximum, total = attend(
-            accumulator, maximum, total, q, query_at, key, value, first_key, keys, offset,
-            exponent_scale, seed, last_dropped, batch, head, True, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
+            exponent_scale, seed, last_dropped, batch, head, step >= full, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
         )  # fmt: skip
 
     o, row_lse = attended(accumulator, maximum, total, magnitude, kept_scale)
@@ -249,19 +248,14 @@ def dkey_dvalue_kernel(
         head = kv_head * groups + member
         q_head = head_of(query, query_strides, batch, head, QUERIES, PADDED_DIM, WIDE, UNIT)
         do_head = head_of(dout, dout_strides, batch, head, QUERIES, PADDED_DIM, WIDE, UNIT)
-        first_row = (wide(batch) * (kv_heads * groups) + head) * queries
+        row_lse = numbers_of(lse, batch * (kv_heads * groups) + head, queries)
+        row_delta = numbers_of(delta, batch * (kv_heads * groups) + head, queries)
         blocks, full, end = list_at(lists, lists_strides, batch, head, first_key, QUERIES)
-        for step in tl.range(0, full):
-            first_query = tile_of_list(blocks, step, QUERIES)
+        for step in tl.range(0, end):
             dk, dv = gradients_of_keys(
-                dk, dv, k, v, key_at, q_head, do_head, lse + first_row, delta + first_row, first_query, queries, offset,
-                scale, seed, last_dropped, kept_scale, batch, head, False, DROPOUT, dim, PADDED_DIM, PADDED, QUERIES,
-            )  # fmt: skip
-        for step in tl.range(full, end):
-            first_query = tile_of_list(blocks, step, QUERIES)
-            dk, dv = gradients_of_keys(
-                dk, dv, k, v, key_at, q_head, do_head, lse + first_row, delta + first_row, first_query, queries, offset,
-                scale, seed, last_dropped, kept_scale, batch, head, True, DROPOUT, dim, PADDED_DIM, PADDED, QUERIES,
+                dk, dv, k, v, key_at, q_head, do_head, row_lse, row_delta, tile_of_list(blocks, step, QUERIES),
+                queries, offset, scale, seed, last_dropped, kept_scale, batch, head, step >= full,
+                DROPOUT, dim, PADDED_DIM, PADDED, QUERIES,
             )  # fmt: skip
     store_rows(
         dkey, dkey_strides, dk * scale,
@@ -302,15 +296,10 @@ def dquery_kernel(
 
     blocks, full, end = list_at(lists, lists_strides, batch, head, first_query, KEYS)
     dq = tl.full([QUERIES, PADDED_DIM], 0.0, tl.float32)
-    for step in tl.range(0, full):
+    for step in tl.range(0, end):
         dq = gradients_of_queries(
             dq, q, do, row_lse, row_delta, query_at, key, value, tile_of_list(blocks, step, KEYS), keys, offset,
-            scale, seed, last_dropped, kept_scale, batch, head, False, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
-        )  # fmt: skip
-    for step in tl.range(full, end):
-        dq = gradients_of_queries(
-            dq, q, do, row_lse, row_delta, query_at, key, value, tile_of_list(blocks, step, KEYS), keys, offset,
-            scale, seed, last_dropped, kept_scale, batch, head, True, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
+            scale, seed, last_dropped, kept_scale, batch, head, step >= full, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
         )  # fmt: skip
     store_rows(
         dquery, dquery_strides, dq * scale,
@@ -327,7 +316,8 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call, block_mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         lists = lists_of_keys(call, visible_blocks(call, block_mask, query.device))
-        loop = Loop(forward_kernel, tiles(query.dtype, call.dim, call.dropout_p > 0.0).forward, list_arguments(lists))
+        chosen = tiles(query.dtype, call.dim, call.dropout_p > 0.0, chip_of(query))
+        loop = Loop(forward_kernel, chosen.forward, list_arguments(lists))
         out, lse = flash.forward(loop, call, query, key, value)
         ctx.call = call
         ctx.save_for_backward(query, key, value, out, lse, block_mask)
@@ -339,7 +329,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         *saved, block_mask = ctx.saved_tensors
         visible = visible_blocks(ctx.call, block_mask, dout.device)
-        chosen = tiles(dout.dtype, ctx.call.dim, ctx.call.dropout_p > 0.0)
+        chosen = tiles(dout.dtype, ctx.call.dim, ctx.call.dropout_p > 0.0, chip_of(dout))
         of_keys = Loop(dkey_dvalue_kernel, chosen.dkey_dvalue, list_arguments(lists_of_queries(ctx.call, visible)))
         of_queries = Loop(dquery_kernel, chosen.dquery, list_arguments(lists_of_keys(ctx.call, visible)))
         return *flash.backward(of_keys, of_queries, ctx.call, ctx.needs_input_grad, dout, *saved), None, None
