@@ -7,7 +7,8 @@ lists of blocks instead of a range.
 
 - Each row of blocks has a list. The list first gives the blocks that are seen whole, which are computed without a mask.
   Then it gives the partial blocks, which the diagonal or the end of the tensor cuts.
-- The loops never visit a block that the block mask or the causal mask hides.
+- The loops never visit a block that the block mask or the causal mask hides. A loop with an empty list takes one step,
+  in which everything is hidden.
 - The kernel of dK and dV uses the transposed lists.
 - The lists are computed on the device, and the host does not wait for them.
 - The tile sizes divide 128, so a tile is in one row and one column of blocks.
@@ -201,10 +202,10 @@ def forward_kernel(
     maximum = tl.full([QUERIES], -INFINITY, tl.float32)
     total = tl.full([QUERIES], 0.0, tl.float32)
     accumulator = tl.full([QUERIES, PADDED_DIM], 0.0, tl.float32)
-    for step in tl.range(0, end):
+    for step in tl.range(0, tl.maximum(end, 1)):
         first_key = tile_of_list(blocks, step, KEYS)
         accumulator, maximum, total = attend(
-            accumulator, maximum, total, q, query_at, key, value, first_key, keys, offset,
+            accumulator, maximum, total, q, first_query, key, value, first_key, tl.where(step < end, keys, 0), offset,
             exponent_scale, seed, last_dropped, batch, head, step >= full, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
         )  # fmt: skip
 
@@ -237,7 +238,6 @@ def dkey_dvalue_kernel(
     """
     dim = head_dim(dim, PADDED_DIM, PADDED, UNIT)
     first_key, kv_head, batch = place(keys, kv_heads, KEYS, False)
-    key_at = first_key + tl.arange(0, KEYS)
     # The shape of k and v is [KEYS, PADDED_DIM].
     k = load_rows(key, key_strides, batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE, UNIT)
     v = load_rows(value, value_strides, batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE, UNIT)
@@ -251,11 +251,11 @@ def dkey_dvalue_kernel(
         row_lse = numbers_of(lse, batch * (kv_heads * groups) + head, queries)
         row_delta = numbers_of(delta, batch * (kv_heads * groups) + head, queries)
         blocks, full, end = list_at(lists, lists_strides, batch, head, first_key, QUERIES)
-        for step in tl.range(0, end):
+        for step in tl.range(0, tl.maximum(end, 1)):
             dk, dv = gradients_of_keys(
-                dk, dv, k, v, key_at, q_head, do_head, row_lse, row_delta, tile_of_list(blocks, step, QUERIES),
-                queries, offset, scale, seed, last_dropped, kept_scale, batch, head, step >= full,
-                DROPOUT, dim, PADDED_DIM, PADDED, QUERIES,
+                dk, dv, k, v, first_key, q_head, do_head, row_lse, row_delta, tile_of_list(blocks, step, QUERIES),
+                tl.where(step < end, queries, 0), offset, scale, seed, last_dropped, kept_scale, batch, head,
+                step >= full, DROPOUT, dim, PADDED_DIM, PADDED, QUERIES,
             )  # fmt: skip
     store_rows(
         dkey, dkey_strides, dk * scale,
@@ -296,10 +296,11 @@ def dquery_kernel(
 
     blocks, full, end = list_at(lists, lists_strides, batch, head, first_query, KEYS)
     dq = tl.full([QUERIES, PADDED_DIM], 0.0, tl.float32)
-    for step in tl.range(0, end):
+    for step in tl.range(0, tl.maximum(end, 1)):
         dq = gradients_of_queries(
-            dq, q, do, row_lse, row_delta, query_at, key, value, tile_of_list(blocks, step, KEYS), keys, offset,
-            scale, seed, last_dropped, kept_scale, batch, head, step >= full, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
+            dq, q, do, row_lse, row_delta, first_query, key, value, tile_of_list(blocks, step, KEYS),
+            tl.where(step < end, keys, 0), offset, scale, seed, last_dropped, kept_scale, batch, head,
+            step >= full, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
         )  # fmt: skip
     store_rows(
         dquery, dquery_strides, dq * scale,

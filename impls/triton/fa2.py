@@ -90,7 +90,7 @@ def range_of_keys(first_query, keys, offset, QUERIES: tl.constexpr, KEYS: tl.con
     """
     full = seen_keys(first_query, keys, offset)
     end = seen_keys(first_query + QUERIES - 1, keys, offset)
-    return full // KEYS * KEYS, end
+    return full // KEYS * KEYS, tl.maximum(end, 1)
 
 
 @kernel
@@ -123,7 +123,7 @@ def forward_kernel(
     accumulator = tl.full([QUERIES, PADDED_DIM], 0.0, tl.float32)
     for first_key in tl.range(0, end, KEYS):
         accumulator, maximum, total = attend(
-            accumulator, maximum, total, q, query_at, key, value, first_key, keys, offset,
+            accumulator, maximum, total, q, first_query, key, value, first_key, keys, offset,
             exponent_scale, seed, last_dropped, batch, head, first_key >= full, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
         )  # fmt: skip
 
@@ -155,7 +155,6 @@ def dkey_dvalue_kernel(
     """
     dim = head_dim(dim, PADDED_DIM, PADDED, UNIT)
     first_key, kv_head, batch = place(keys, kv_heads, KEYS, False)
-    key_at = first_key + tl.arange(0, KEYS)
     # The shape of k and v is [KEYS, PADDED_DIM].
     k = load_rows(key, key_strides, batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE, UNIT)
     v = load_rows(value, value_strides, batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE, UNIT)
@@ -165,6 +164,7 @@ def dkey_dvalue_kernel(
     start = tl.maximum(first_key - offset, 0) // QUERIES * QUERIES
     full = (tl.maximum(first_key + KEYS - 1 - offset, 0) + QUERIES - 1) // QUERIES * QUERIES
     full_end = queries // QUERIES * QUERIES
+    steps = tl.maximum((queries - start + QUERIES - 1) // QUERIES, 1)
 
     dk = tl.full([KEYS, PADDED_DIM], 0.0, tl.float32)
     dv = tl.full([KEYS, PADDED_DIM], 0.0, tl.float32)
@@ -174,9 +174,10 @@ def dkey_dvalue_kernel(
         do_head = head_of(dout, dout_strides, batch, head, QUERIES, PADDED_DIM, WIDE, UNIT)
         row_lse = numbers_of(lse, batch * (kv_heads * groups) + head, queries)
         row_delta = numbers_of(delta, batch * (kv_heads * groups) + head, queries)
-        for first_query in tl.range(start, queries, QUERIES):
+        for step in tl.range(0, steps):
+            first_query = start + step * QUERIES
             dk, dv = gradients_of_keys(
-                dk, dv, k, v, key_at, q_head, do_head, row_lse, row_delta, first_query, queries, offset,
+                dk, dv, k, v, first_key, q_head, do_head, row_lse, row_delta, first_query, queries, offset,
                 scale, seed, last_dropped, kept_scale, batch, head, (first_query < full) | (first_query >= full_end),
                 DROPOUT, dim, PADDED_DIM, PADDED, QUERIES,
             )  # fmt: skip
@@ -220,7 +221,7 @@ def dquery_kernel(
     dq = tl.full([QUERIES, PADDED_DIM], 0.0, tl.float32)
     for first_key in tl.range(0, end, KEYS):
         dq = gradients_of_queries(
-            dq, q, do, row_lse, row_delta, query_at, key, value, first_key, keys, offset, scale, seed, last_dropped,
+            dq, q, do, row_lse, row_delta, first_query, key, value, first_key, keys, offset, scale, seed, last_dropped,
             kept_scale, batch, head, first_key >= full, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
         )  # fmt: skip
     store_rows(

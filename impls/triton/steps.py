@@ -9,6 +9,9 @@ computed without masks. It is a number of the run, so that one loop serves both 
 that add to one accumulator makes the compiler wait after each instruction of a product on sm_90. Without a causal mask,
 the diagonal is after all keys.
 
+Positions of queries and keys are computed where a mask needs them. Computed once before the loop, they would occupy
+registers in every step.
+
 Arithmetic. A weight is 2^((s - m) c), where s = q k is a raw score, m is the largest s of the row so far, and
 c = |scale| log2 e. The subtraction comes before the multiplication. A score that is equal to m then has a weight of
 exactly 1, however large it is. The form 2^(s c - m c) does not guarantee this: a compiler may fuse it into an fma,
@@ -41,7 +44,7 @@ from flashproof.impls.triton.primitives import (
 @device_function
 def attend(
     accumulator, maximum, total,  # the state of the tile of queries
-    q, query_at, key, value, first_key, keys, offset, exponent_scale, seed, last_dropped, batch, head, masked,
+    q, first_query, key, value, first_key, keys, offset, exponent_scale, seed, last_dropped, batch, head, masked,
     DROPOUT: tl.constexpr,
     dim, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -50,13 +53,13 @@ def attend(
     accumulator [QUERIES, PADDED_DIM]: the output so far, not yet divided by the total.
     maximum [QUERIES]: the largest raw score so far.
     total [QUERIES]: the sum of the weights so far.
-    q [QUERIES, PADDED_DIM], query_at [QUERIES]: the queries and their positions.
+    q [QUERIES, PADDED_DIM]: the queries, of which the first is at the position first_query.
     """
     k = load_at(key, first_key, keys, dim, KEYS, PADDED_DIM, PADDED)
     scores = dot(q, tl.trans(k))  # [QUERIES, KEYS]
     if masked:
-        key_at = first_key + tl.arange(0, KEYS)
-        visible = key_at[None, :] < seen_keys(query_at, keys, offset)[:, None]
+        seen = seen_keys(first_query + tl.arange(0, q.shape[0]), keys, offset)
+        visible = (first_key + tl.arange(0, KEYS))[None, :] < seen[:, None]
         scores = tl.where(visible, scores, -INFINITY)
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
     # The maximum of a row stays -inf if the row has seen no key yet, or only keys with a score of -inf. In that case 0
@@ -66,6 +69,7 @@ def attend(
     rescale = tl.exp2((maximum - subtracted) * exponent_scale)
     total = total * rescale + tl.sum(weights, 1)
     if DROPOUT:
+        query_at = first_query + tl.arange(0, q.shape[0])
         key_at = first_key + tl.arange(0, KEYS)
         weights = tl.where(kept(seed, last_dropped, batch, head, query_at[:, None], key_at[None, :]), weights, 0.0)
     v = load_at(value, first_key, keys, dim, KEYS, PADDED_DIM, PADDED)
@@ -123,13 +127,13 @@ def exponential(scores, lse, scale):
 
 @device_function
 def gradients_of_keys(
-    dk, dv, k, v, key_at, query, dout, lse, delta,
+    dk, dv, k, v, first_key, query, dout, lse, delta,
     first_query, queries, offset, scale, seed, last_dropped, kept_scale, batch, head, masked,
     DROPOUT: tl.constexpr, dim, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of one tile of queries to dK / scale and to dV / kept_scale, and returns both sums.
 
-    dk, dv, k, v: [KEYS, PADDED_DIM]. key_at [KEYS]: the positions of the keys.
+    dk, dv, k, v: [KEYS, PADDED_DIM]. first_key: the position of the first key.
     lse, delta: locations that `numbers_of` returns.
 
     The scores are transposed here, [KEYS, QUERIES], so that P^T and dS^T are the left operands of the products.
@@ -137,23 +141,23 @@ def gradients_of_keys(
     masked: some queries may be before the diagonal or past the end. Keys past the end need no mask: their gradients are
     in separate rows, which stay finite and are never stored.
     """
-    query_at = first_query + tl.arange(0, QUERIES)
     q = load_at(query, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED)
     do = load_at(dout, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED)
-    row_lse = load_numbers(lse, first_query, queries, QUERIES)
-    row_delta = load_numbers(delta, first_query, queries, QUERIES)
-
     scores = dot(k, tl.trans(q))  # [KEYS, QUERIES]
     dp = dot(v, tl.trans(do))
-    p = exponential(scores, row_lse[None, :], scale)
+    p = exponential(scores, load_numbers(lse, first_query, queries, QUERIES)[None, :], scale)
     if DROPOUT:
+        query_at = first_query + tl.arange(0, QUERIES)
+        key_at = first_key + tl.arange(0, k.shape[0])
         keeps = kept(seed, last_dropped, batch, head, query_at[None, :], key_at[:, None])
         dp = tl.where(keeps, dp * kept_scale, 0.0)
-    difference = dp - row_delta[None, :]
+    difference = dp - load_numbers(delta, first_query, queries, QUERIES)[None, :]
     # One branch masks both factors of dS, before the first product that adds to dV or dK. A later branch would make
     # the compiler wait after each instruction of that product. Masking P is not enough: if a hidden value is so large
     # that dP is infinite, 0 inf is NaN.
     if masked:
+        query_at = first_query + tl.arange(0, QUERIES)
+        key_at = first_key + tl.arange(0, k.shape[0])
         visible = (key_at[:, None] - offset <= query_at[None, :]) & (query_at < queries)[None, :]
         p = tl.where(visible, p, 0.0)
         difference = tl.where(visible, difference, 0.0)
@@ -165,13 +169,13 @@ def gradients_of_keys(
 
 @device_function
 def gradients_of_queries(
-    dq, q, do, row_lse, row_delta, query_at, key, value,
+    dq, q, do, row_lse, row_delta, first_query, key, value,
     first_key, keys, offset, scale, seed, last_dropped, kept_scale, batch, head, masked,
     DROPOUT: tl.constexpr, dim, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of one tile of keys to dQ / scale, and returns the sum.
 
-    dq, q, do: [QUERIES, PADDED_DIM]. row_lse, row_delta, query_at: [QUERIES].
+    dq, q, do: [QUERIES, PADDED_DIM]. row_lse, row_delta: [QUERIES]. first_query: the position of the first query.
 
     A key past the end is loaded as 0, so its score would be 0. That is far above an LSE of -100, for example. For this
     reason, the weight of such a key is masked too, not only the key.
@@ -181,12 +185,14 @@ def gradients_of_queries(
     scores = dot(q, tl.trans(k))  # [QUERIES, KEYS]
     dp = dot(do, tl.trans(v))
     p = exponential(scores, row_lse[:, None], scale)
-    key_at = first_key + tl.arange(0, KEYS)
     if DROPOUT:
+        query_at = first_query + tl.arange(0, q.shape[0])
+        key_at = first_key + tl.arange(0, KEYS)
         dp = tl.where(kept(seed, last_dropped, batch, head, query_at[:, None], key_at[None, :]), dp * kept_scale, 0.0)
     difference = dp - row_delta[:, None]
     if masked:
-        visible = key_at[None, :] < seen_keys(query_at, keys, offset)[:, None]
+        seen = seen_keys(first_query + tl.arange(0, q.shape[0]), keys, offset)
+        visible = (first_key + tl.arange(0, KEYS))[None, :] < seen[:, None]
         p = tl.where(visible, p, 0.0)
         difference = tl.where(visible, difference, 0.0)
     return dot(rounded(p * difference, k.dtype), k, dq)
