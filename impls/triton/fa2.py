@@ -60,7 +60,7 @@ from flashproof.impls.triton.steps import attend, attended, gradients_of_keys, g
 # sm_90 and sm_100, and the shared memory is within the 163 KB of sm_80. float32 products do not run on tensor cores,
 # and their operands pass through registers.
 TILES = {
-    (16, 64): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(64, 64, 8, 2), dquery=Tile(128, 64, 8, 2)),
+    (16, 64): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(32, 64, 8, 2), dquery=Tile(128, 64, 8, 2)),
     (16, 128): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(64, 64, 8, 2), dquery=Tile(128, 32, 8, 2)),
     (16, 256): Tiles(forward=Tile(64, 32, 4, 2), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(64, 32, 8, 2)),
     (32, 64): Tiles(forward=Tile(64, 32, 8, 2), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(64, 32, 8, 2)),
@@ -72,8 +72,9 @@ TILES = {
 # The tiles on sm_90 in place of these, chosen by measurement. Their operands come through descriptors, and programs of
 # one warpgroup share a multiprocessor: the weights of one program are computed while another multiplies.
 HOPPER = {
-    (16, 64): Tiles(forward=Tile(64, 128, 4, 3), dkey_dvalue=Tile(64, 64, 4, 3), dquery=Tile(64, 64, 4, 2)),
+    (16, 64): Tiles(forward=Tile(64, 64, 4, 3), dkey_dvalue=Tile(64, 64, 4, 4), dquery=Tile(64, 64, 4, 3)),
     (16, 128): Tiles(forward=Tile(64, 64, 4, 3), dkey_dvalue=Tile(64, 64, 4, 2), dquery=Tile(128, 64, 8, 3)),
+    (16, 256): Tiles(forward=Tile(128, 64, 8, 2), dkey_dvalue=Tile(64, 64, 8, 2), dquery=Tile(128, 64, 8, 1)),
 }
 tiles = flash.Tables(TILES, HOPPER)
 
