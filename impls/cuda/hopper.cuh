@@ -1,7 +1,7 @@
 // The primitives of a Hopper multiprocessor (sm_90a), one small function each: mbarriers, the copy engine (TMA),
 // products of a warpgroup (wgmma), and the division of the registers between warpgroups. fa3.cu and fa3_backward.cu use
-// them, and all their PTX stands here. If TWIN is defined, the functions that contain PTX come from twin_hopper.h, where
-// a CPU runs the block.
+// them, and all their PTX is here. If TWIN is defined, the functions that contain PTX come from twin_hopper.h, where a
+// CPU runs the block.
 //
 // A warpgroup is 4 warps, 128 threads. A panel is a matrix [rows, 64] of 16-bit numbers in shared memory. A row takes
 // 128 bytes, so 8 rows take 1024 bytes; a panel starts at a multiple of 1024. The copy engine stores the 16-byte piece

@@ -8,7 +8,8 @@
 //     of their own (POISON), and the units of shared memory that it reads are busy.
 //
 // What a thread may touch follows from what its warp knows (Clock). Each access to shared memory has a number, and so
-// has each phase of an mbarrier. An arrival gives the mbarrier what the warp knows. A wait gives it to the waiting warp.
+// has each phase of an mbarrier. An arrival gives the mbarrier what the warp knows. A wait gives it to the warp that
+// waits.
 // So a fault is found whatever the order is in which the twin runs the warps. Shared memory is divided into units of 16
 // bytes. Each knows its last writer and its readers.
 //
@@ -268,7 +269,7 @@ inline void write_here(unsigned address, int bytes, int access) {
 // The copy engine and products exchange the 16-byte pieces of a row of 128 bytes by the row's number mod 8.
 inline unsigned swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
 
-// ------------------------------------------------------------------------------------------------------------ mbarriers
+// ----------------------------------------------------------------------------------------------------------- mbarriers
 
 inline Barrier& barrier_at(unsigned address) {
     const int place = place_of(address);
@@ -394,7 +395,7 @@ inline void start(unsigned address, BulkCopy copy) {
     check_bytes(barrier);
 }
 
-// ------------------------------------------------------------------------------------------------------------- products
+// ------------------------------------------------------------------------------------------------------------ products
 
 constexpr char BEGIN[] = "products_begin", COMMIT[] = "products_end", WAIT[] = "products_wait", PRODUCT[] = "a product",
                STORE[] = "store_matrices", REGISTERS[] = "a division of the registers", VOTE[] = "a vote";
@@ -430,8 +431,8 @@ inline void check_factor(const Factor& factor) {
             column = unit.column - piece;
         } else if (unit.origin != corner->origin ||
                    (unit.origin && (unit.row != row + i || unit.column != column + piece))) {
-            fail("a descriptor that does not match its tile: at offset %d it has row %d and columns from %d on, where a "
-                 "matrix would have row %d and columns from %d on", place_of(address), unit.row, 8 * unit.column,
+            fail("a descriptor that does not match its tile: at offset %d it has row %d and columns from %d on, where "
+                 "a matrix would have row %d and columns from %d on", place_of(address), unit.row, 8 * unit.column,
                  row + i, 8 * (column + piece));
         }
         unit.busy++;
@@ -644,7 +645,7 @@ inline float used(float x) {
     return x;
 }
 
-// ------------------------------------------------------------------------------------------------------------ the block
+// ----------------------------------------------------------------------------------------------------------- the block
 
 inline void divide_registers(int count, bool increases) {
     WarpState& state = me();
@@ -719,10 +720,10 @@ inline void block_stands_still() {
                              state.wanted - state.registers, hopper.spare_registers);
         } else {
             const Barrier& barrier = hopper.barriers[idle_for];
-            used += snprintf(to, room, "; warp %d, line %d: for parity %u of the mbarrier at offset %d (phase %d, %d of "
-                             "%d arrivals missing, %d of %d bytes come)", i, state.waits[lane].line,
-                             state.waits[lane].parity,                             place_of(barrier.place), barrier.phase, barrier.pending, barrier.count, barrier.coming,
-                             barrier.expected);
+            used += snprintf(to, room, "; warp %d, line %d: for parity %u of the mbarrier at offset %d (phase %d, "
+                             "%d of %d arrivals missing, %d of %d bytes come)", i, state.waits[lane].line,
+                             state.waits[lane].parity, place_of(barrier.place), barrier.phase, barrier.pending,
+                             barrier.count, barrier.coming, barrier.expected);
         }
         if (first >= 0) continue;
         first = i;
@@ -764,7 +765,7 @@ inline T exchange(T value, int lane, int line) {
 
 }  // namespace twin
 
-// ----------------------------------------------------------------------------------------------- what CUDA C++ provides
+// ---------------------------------------------------------------------------------------------- what CUDA C++ provides
 
 static constexpr struct { twin::Index<twin::thread> x; } threadIdx{};
 static constexpr struct { twin::Index<twin::block_of> x; } blockIdx{};
@@ -806,7 +807,7 @@ inline int atomicExch(int* to, int value) {
 }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
-// -------------------------------------------------------------------------------------------------------- as hopper.cuh
+// ------------------------------------------------------------------------------------------------------- as hopper.cuh
 
 inline char* shared_memory() { return twin::machine.shared; }
 inline size_t __cvta_generic_to_shared(const void* shared) { return twin::BASE + twin::offset_of(shared); }
@@ -823,7 +824,8 @@ inline void barrier_create(unsigned address, int count) {
     using namespace twin;
     const int place = place_of(address);
     if (place < 0 || place + 8 > machine.launch.shared_bytes || place % 8)
-        fail("creates an mbarrier at offset %d of shared memory, which has %d bytes", place, machine.launch.shared_bytes);
+        fail("creates an mbarrier at offset %d of shared memory, which has %d bytes", place,
+             machine.launch.shared_bytes);
     hopper.units[place / UNIT].writer = HOLDS_BARRIER;
     if (hopper.barrier_count == BARRIERS) fail("more than %d mbarriers", BARRIERS);
     if (hopper.barrier_of[place / 8]) fail("creates the mbarrier at offset %d again", place);
