@@ -181,7 +181,8 @@ def forward(call: Call, query: Queries, key: Keys, value: Keys) -> tuple[Queries
     """Runs the forward and returns (out, lse)."""
     out = _result(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    forward_launch(call, *_split(query, key, value), out, lse, fa3.counters(query.device)).run()
+    queries, keys, values = _split(query, key, value)
+    forward_launch(call, queries, keys, values, out, lse, fa3.counters(query.device)).run()
     return out[..., : call.dim].contiguous(), lse
 
 
@@ -194,8 +195,9 @@ def backward(
     tiles = call.batch * call.heads * -(-call.queries // tile.step)
     statistics = torch.empty((tiles, 2, tile.step), dtype=torch.float32, device=query.device)
     sums = torch.empty((tiles, tile.dim, tile.step), dtype=torch.float32, device=query.device)
+    douts, queries, keys, values = _split(dout, query, key, value)
     for launch in backward_launches(
-        call, dout, *_split(dout, query, key, value), out, lse.contiguous(), statistics, sums, dquery, dkey, dvalue
+        call, dout, douts, queries, keys, values, out, lse.contiguous(), statistics, sums, dquery, dkey, dvalue
     ):
         launch.run()
     return (
