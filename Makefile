@@ -10,7 +10,8 @@ VENV := .venv
 report: venv
 	@rm -f reports/runs/latest.jsonl
 	$(VENV)/bin/flashproof '*' --records reports/runs/latest.jsonl; status=$$?; \
-	$(VENV)/bin/flashproof report $(wildcard reports/records/*.jsonl.gz) reports/runs/latest.jsonl -o reports/site && exit $$status
+	$(VENV)/bin/flashproof report $(wildcard reports/records/*.jsonl.gz) reports/runs/latest.jsonl -o reports/site && \
+	exit $$status
 
 test: venv
 	$(VENV)/bin/pytest

@@ -41,13 +41,13 @@ class Verdict:
     # units.
     rho_statistical: float | None
     worst: Worst  # the element with the larger of the two ratios
-    bias: Bias | None  # the mean error. None where it is not judged: of the LSE, and of few rows or columns
+    bias: Bias | None  # the mean error. It is None for the LSE and for few rows or columns, which are not judged
     # How the exact value is known. "certified": it is enclosed in a ball, a number with a proven radius. "bounded": it
     # was computed in float64, with a bound on the error of float64. "sampled": the same, and rows were compared with
     # balls.
     certainty: Certainty
     passed: bool  # whether both ratios are at most 1, and the mean error does not lean
-    row: str  # what the row of the worst element looks like, if the tensor failed; else empty
+    row: str  # the properties of the row of the worst element, if the tensor failed, or else empty
     bound: Float64[Tensor, "*shape"] | None  # the bound on each element, if `with_bounds` asked for it
     exact: Float64[Tensor, "*shape"] | None  # the exact result, if `with_bounds` asked for it
     _judgement: Judgement = field(repr=False)
@@ -58,7 +58,7 @@ class Verdict:
         return max(self.rho, self.rho_statistical or 0.0)
 
     def __str__(self) -> str:
-        """Returns rho, error and bound in a line. If the tensor failed, further lines tell of the worst element, its
+        """Returns rho, error and bound in a line. If the tensor failed, further lines describe the worst element, its
         row and the bias.
         """
         lines = wording.finding(self._judgement, self.tensor, self.dtype)
@@ -73,7 +73,7 @@ class Verdicts(Mapping[TensorName, Verdict]):
     """
 
     by_tensor: Mapping[TensorName, Verdict]  # the same verdicts, as a plain mapping
-    # The other question that the failed tensors do answer, such as one without the causal mask; else empty.
+    # The other question that the failed tensors answer, such as one without the causal mask. Empty if there is none.
     question: str
 
     @property
@@ -129,7 +129,7 @@ def judge(
     - `out`, `lse`, `dq`, `dk`, `dv`: what the kernel answered. Any subset of them is judged; give None for `out` to
       leave it out. They have the dtype of `query`; `lse` is float32, the natural log-sum-exp of the scaled scores.
     - `dout`: the output gradient. `dq`, `dk` and `dv` are the gradients of sum(out dout) for query, key and value.
-    - `is_causal`, `scale`, `enable_gqa`: as of `torch.nn.functional.scaled_dot_product_attention`.
+    - `is_causal`, `scale`, `enable_gqa`: as in `torch.nn.functional.scaled_dot_product_attention`.
     - `causal_alignment`: "top_left", as in torch, lets query i see the keys j <= i. "bottom_right", as in flash-attn,
       lets it see the keys j <= i + keys - queries.
     - `block_mask`: False hides a block of 128 queries by 128 keys.
@@ -141,12 +141,12 @@ def judge(
 
     A query that sees no key must have output 0, LSE -inf and gradient 0.
 
-    The exact result is float64's, which has a bound of its own. On a CPU, small problems are certified in balls, and
-    rows of long ones are held against balls. On a GPU, and for lengths between, only a row that fails is. Memory is
-    linear in the length. No gradient is recorded, and no argument is changed.
+    The exact result is computed in float64, with a bound on its error. On a CPU, small problems are certified in balls,
+    and some rows of long problems are compared with balls. On a GPU, and for the lengths between, only a row that fails
+    is compared. Memory is linear in the length. No gradient is recorded, and no argument is changed.
 
     Raises TypeError, ValueError or NotImplementedError for an argument that cannot be judged. The error names it. A
-    wrong number in a result, NaN too, raises nothing: its verdict did not pass.
+    wrong number in a result, such as a NaN, raises no error. The verdict says that the tensor did not pass.
     """
     keywords = (is_causal, causal_alignment, scale, enable_gqa, dropout_p, dropout_seed, block_mask)
     call = check_call(query, key, value, *keywords)
@@ -274,7 +274,7 @@ def _claim(arithmetic: object, query: Tensor) -> Arithmetic:
         return arithmetic
     if not callable(arithmetic) or isinstance(arithmetic, type):
         raise TypeError(
-            f"arithmetic: {arithmetic!r} is no claim; "
+            f"arithmetic: {arithmetic!r} is not a claim; "
             "give a flashproof.Arithmetic, or a function of dtype and device that returns one"
         )
     claim = arithmetic(dtype, device)

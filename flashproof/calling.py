@@ -473,7 +473,7 @@ def _failed_forward(error: BaseException, implementation: Implementation, inputs
     if implementation.bare:
         return Refused(told(error), of_every_call=needs_gpu)
     if needs_gpu:
-        advice = "an implementation for CUDA alone claims Supports(devices=('cuda',))"
+        advice = "an implementation only for CUDA claims Supports(devices=('cuda',))"
         return Fault(f"{fault}; {advice}", of_every_call=True)
     return fault
 

@@ -16,7 +16,7 @@ Masking = Literal["full", "causal", "causal-br"]
 Family = Literal["normal", "outliers", "sharp", "spike", "rising", "ties", "padded", "uniform", "nokeys"]
 Values = Literal["normal", "positive", "equal", "sink", "small", "zero"]
 Douts = Literal["normal", "positive", "onehot", "somerows", "small", "large", "zero"]
-Layout = Literal["contiguous", "transposed", "columns", "sliced", "expanded", "pooled", "summed"]
+Layout = Literal["contiguous", "transposed", "columns", "cropped", "sliced", "expanded", "pooled", "summed"]
 Sharing = Literal["apart", "dense", "one-kv", "one-qkv", "packed", "packed-heads", "packed-kv"]
 Number = Literal["float", "int", "numpy"]
 Call = Literal[
@@ -25,6 +25,7 @@ Call = Literal[
     "no_grad",
     "inference",
     "accumulated",
+    "projected",
     "twice",
     "two-forwards",
     "after-another",
@@ -45,11 +46,11 @@ Wanted = Literal["all", "dq", "dk", "dv", "dq-dk", "dq-dv", "dk-dv"]
 FAMILIES: dict[Family, str] = {
     "normal": "standard normal entries",
     "outliers": "standard normal, and one entry in a thousand ten times larger (FlashAttention-3, section 4.3)",
-    "sharp": "queries four times larger: a few keys hold each row",
-    "spike": "one key's score lifted by the magnitude",
+    "sharp": "queries four times larger: a few keys have most of the weight of each row",
+    "spike": "the score of one key is raised by the magnitude",
     "rising": "scores rise from the first key to the last, by the magnitude",
     "ties": "every key occurs four times: tied maxima",
-    "padded": "the last quarter of the keys is zero, as padding that no mask hides",
+    "padded": "the last quarter of the keys is zero, like padding that no mask hides",
     "uniform": "queries of zero: every visible key weighs the same",
     "nokeys": "keys of zero: every visible key weighs the same",
 }
@@ -57,35 +58,36 @@ VALUES: dict[Values, str] = {
     "normal": "standard normal values",
     "positive": "values of one sign",
     "equal": "one value for all keys",
-    "sink": "the key that a spike lifts has a value of zero",
+    "sink": "the key that a spike raises has a value of zero",
     "small": "values so small that many are subnormal in float16",
     "zero": "values of zero",
 }
 DOUTS: dict[Douts, str] = {
     "normal": "standard normal output gradients",
     "positive": "output gradients of one sign",
-    "onehot": "one entry of each row of the output gradient is 1, the others are 0",
-    "somerows": "the output gradient is zero in every second run of 16 rows",
+    "onehot": "one entry of each row of the output gradient is 1, and the others are 0",
+    "somerows": "the output gradient is zero in every second group of 16 rows",
     "small": "output gradients so small that many are subnormal in float16",
-    "large": "output gradients 256 times larger, as of a scaled loss",
+    "large": "output gradients 256 times larger, as with a scaled loss",
     "zero": "output gradients of zero",
 }
 LAYOUTS: dict[Layout, str] = {
     "contiguous": "[batch, heads, length, dim]",
-    "transposed": "[batch, length, heads, dim], as projections leave it",
+    "transposed": "[batch, length, heads, dim], as a projection returns it",
     "columns": "[batch, heads, dim, length]",
+    "cropped": "the first rows of a longer buffer, as a cache leaves them",
     "sliced": "every second row and every second column of a larger buffer",
     "expanded": "one batch entry for all, or one head for all, with a stride of 0",
     "pooled": "of the output gradient: one row for all queries, as in the backward of a mean over them",
     "summed": "of the output gradient: one number with strides of 0, as in the backward of a sum",
 }
 SHARINGS: dict[Sharing, str] = {
-    "apart": "each tensor has memory of its own",
-    "dense": "query, key and value are [batch, length, heads, dim] without gaps, each in memory of its own",
+    "apart": "each tensor has its own memory",
+    "dense": "query, key and value are [batch, length, heads, dim] without gaps, each in its own memory",
     "one-kv": "key and value are one tensor",
     "one-qkv": "query, key and value are one tensor",
     "packed": "query, key and value are columns of one projection, [batch, length, all heads, dim]",
-    "packed-heads": "query, key and value stand beside one another in each head, [batch, length, heads, 3, dim]",
+    "packed-heads": "query, key and value are beside one another in each head, [batch, length, heads, 3, dim]",
     "packed-kv": "key and value are columns of one projection, [batch, length, 2, heads, dim]",
 }
 CALLS: dict[Call, str] = {
@@ -93,9 +95,10 @@ CALLS: dict[Call, str] = {
     "forward": "forward alone; no input wants a gradient",
     "no_grad": "under torch.no_grad",
     "inference": "under torch.inference_mode",
-    "accumulated": "a backward onto gradients that are already there",
+    "accumulated": "a backward that adds to gradients that are already there",
+    "projected": "with inputs that are results of other operations, as in a network",
     "twice": "two backwards of one forward",
-    "two-forwards": "another call with other options runs between forward and backward",
+    "two-forwards": "one or five other calls run between forward and backward; the first of them has other options",
     "after-another": "after a call with other options",
     "renewed": "after one or four calls with other values in the same tensors; the first of four has no gradients",
     "readdressed": "the same, but with other tensors at the same addresses",
@@ -114,6 +117,7 @@ WITHOUT_BACKWARD: tuple[Call, ...] = ("forward", "no_grad", "inference", "grown"
 PLAIN_CALLS: tuple[Call, ...] = (
     "plain",
     "accumulated",
+    "projected",
     "twice",
     "two-forwards",
     "after-another",
@@ -132,7 +136,7 @@ Offsets = tuple[bool, bool, bool, bool]
 class Case:
     """One input, and how the kernel is called with it. `str(case)` is the line to copy, and `Case.parse` reads it.
 
-    magnitude multiplies the queries; in the families spike and rising it is the lift of the scores. shift adds a
+    magnitude multiplies the queries; in the families spike and rising it is how far scores are raised. shift adds a
     constant to every score, through one coordinate. layouts and offsets are those of query, key, value and output
     gradient; a tensor with an offset begins one element after an address that is aligned for vector loads.
     """
@@ -170,17 +174,17 @@ class Case:
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads: {self.kv_heads} does not divide heads {self.heads}")
         if min(self.batch, self.heads, self.queries, self.keys, self.dim) < 1:
-            raise ValueError(f"every size is at least 1 in {self!r}")
+            raise ValueError(f"every size must be at least 1 in {self!r}")
         if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout: {self.dropout:g} is no probability below 1")
+            raise ValueError(f"dropout: {self.dropout:g} is not a probability below 1")
         if self.blocks is not None and not 0.0 <= self.blocks <= 1.0:
-            raise ValueError(f"blocks: {self.blocks:g} is no share between 0 and 1")
+            raise ValueError(f"blocks: {self.blocks:g} is not a share between 0 and 1")
         if self.one_mask and self.blocks is None:
             raise ValueError("one_mask: there is no block mask; give blocks too")
         if self.number == "int" and not float(self.scale or 0.5).is_integer():
-            raise ValueError(f"scale: {self.scale} is no integer; give one, as in scale2int")
+            raise ValueError(f"scale: {self.scale} is not an integer; give one, as in scale2int")
         if wrong := [TENSORS[i] for i in range(3) if self.layouts[i] in OF_DOUT]:
-            raise ValueError(f"layouts: {wrong[0]} cannot be {self.layouts[TENSORS.index(wrong[0])]}; only do can")
+            raise ValueError(f"layouts: {wrong[0]} cannot be {self.layouts[TENSORS.index(wrong[0])]}; only do can be")
         if lacking := self._lacking_to_share():
             raise ValueError(f"sharing: {self.sharing} needs {lacking}")
 
@@ -250,7 +254,7 @@ class Case:
                 known = by_tensor.get(field, fields)
                 new = value if isinstance(value, dict) else {field: value}
                 if twice := new.keys() & known.keys():
-                    raise ValueError(f"the word {word!r} says a second time what {', '.join(sorted(twice))} is")
+                    raise ValueError(f"the word {word!r} gives {', '.join(sorted(twice))} a second time")
                 known |= new
         for field, given in by_tensor.items():
             if given:
@@ -319,7 +323,7 @@ def _parse_word(word: str) -> dict[str, object]:
                 field: kind(text) for (field, kind), text in zip(fields.items(), match.groups(), strict=True)
             }
             if any(value == 0 for field, value in found.items() if field in _SIZES):
-                raise ValueError(f"in the word {word!r} a size is 0; every size is at least 1")
+                raise ValueError(f"in the word {word!r} a size is 0; every size must be at least 1")
             return found
     known = [*_WORDS, "blocks0.5", "shift8", "scale0.5", "dropout0.1", "seed0"]
     example = Case(family="spike", magnitude=30.0, seed=7)

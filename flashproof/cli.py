@@ -1,6 +1,6 @@
 """The command `flashproof`.
 
-Nothing here imports PyTorch before something is verified: help, `list` and `report` start at once.
+This module imports PyTorch only for a verification. So help, `list` and `report` start at once.
 """
 
 import shlex
@@ -11,18 +11,18 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-USAGE_ERROR = 4  # what pytest answers to an error on the command line
+USAGE_ERROR = 4  # pytest's exit status for an error on the command line
 
 
 class Status(SystemExit):
-    """The exit status of a command, apart from the one of an error on the command line."""
+    """The exit status of a command. Errors that Typer finds on the command line have another exception."""
 
 
 class Commands(TyperGroup):
     """The commands. `flashproof TARGET` is short for `flashproof verify TARGET`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Puts `verify` in front of what names no command."""
+        """Puts `verify` before arguments that do not begin with the name of a command."""
         if args and args[0] not in self.commands and args[0] not in ("--help", "-h", "--version"):
             args = ["verify", *args]
         return super().parse_args(ctx, args)
@@ -59,28 +59,35 @@ Dtype = Annotated[
 Device = Annotated[str | None, typer.Option("--device", help="only on this device: cpu or cuda")]
 TimeLimit = Annotated[
     float | None,
-    typer.Option("--time-limit", metavar="SECONDS", help="for one call of an external kernel, with its backward"),
+    typer.Option(
+        "--time-limit", metavar="SECONDS", help="the limit for one call of an external kernel, with its backward"
+    ),
 ]
 Processes = Annotated[
-    str, typer.Option("-n", "--processes", metavar="NUMBER", help="how many processes; 0 runs all of it in this one")
+    str,
+    typer.Option(
+        "-n", "--processes", metavar="NUMBER", help="the number of processes; with 0, everything runs in this process"
+    ),
 ]
 Require = Annotated[
     list[str] | None,
     typer.Option(
         "--require",
         metavar="FEATURES",
-        help="fail unless these were verified: backward, causal, dropout, float16 ...; commas between them",
+        help="fail unless these were verified: backward, causal, dropout, float16 ...; separate them by commas",
     ),
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="fail if something could not be verified, and say what")]
 Records = Annotated[
-    Path | None, typer.Option("--records", metavar="FILE", help="where the records go; then no report is written")
+    Path | None,
+    typer.Option("--records", metavar="FILE", help="write the records to this file; no report is written then"),
 ]
 Report = Annotated[
-    Path | None, typer.Option("--report", metavar="DIR", help="where the report goes, instead of flashproof-report")
+    Path | None,
+    typer.Option("--report", metavar="DIR", help="write the report to this folder, instead of flashproof-report"),
 ]
 JUnit = Annotated[
-    Path | None, typer.Option("--junitxml", metavar="FILE", help="also write what came of each check as JUnit XML")
+    Path | None, typer.Option("--junitxml", metavar="FILE", help="also write the result of each check as JUnit XML")
 ]
 
 
@@ -113,14 +120,15 @@ def verify(
     case: Annotated[
         list[str] | None,
         typer.Option(
-            "--case", metavar="LINE", help="only this case, as a report prints it, by every check; repeatable"
+            "--case", metavar="LINE", help="only this case (the line of a failure), by every check; repeatable"
         ),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="a few checks and cases that find most faults within seconds")
     ] = False,
     thorough: Annotated[
-        bool, typer.Option("--thorough", help="as many cases as all triples of levels need; takes many times as long")
+        bool,
+        typer.Option("--thorough", help="also the cases that all triples of levels need; takes many times as long"),
     ] = False,
     search: Annotated[
         str | None,
@@ -162,7 +170,7 @@ def verify(
 
 @app.command()
 def case(
-    line: Annotated[str, typer.Argument(metavar="'LINE'", help="a case, as a report prints it")],
+    line: Annotated[str, typer.Argument(metavar="'LINE'", help="a case: the line of a failure")],
     targets: Target,
     device: Device = None,
     time_limit: TimeLimit = None,
@@ -189,7 +197,7 @@ def list_(
         bool, typer.Option("--checks", help="list the checks, each with what it asks of a kernel; takes longer")
     ] = False,
 ) -> None:
-    """List the catalogue, and what of it can run on this machine."""
+    """List the implementations of the catalogue, and which of them can run on this machine."""
     from flashproof import listing
 
     listing.show_checks() if checks else listing.show_catalogue()
@@ -208,11 +216,26 @@ def report(
     """Merge the records of several runs or machines into one report."""
     from flashproof.reports.__main__ import merge
 
-    raise Status(USAGE_ERROR if merge(records, output, "flashproof report") else 0)
+    raise Status(merge(records, output, "flashproof report"))
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="BEFORE", help="the records of the first run: a file or a folder")],
+    after: Annotated[Path, typer.Argument(metavar="AFTER", help="the records of the second run")],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="DIR", help="also write the difference as DIR/difference.html"),
+    ] = None,
+) -> None:
+    """Say what two runs judged differently. The exit status is 1 if a verdict became worse or is missing."""
+    from flashproof.reports.difference import tell
+
+    raise Status(tell(before, after, output))
 
 
 def _run(single: bool, **wanted: Any) -> None:
-    """Verifies, shows it, and ends with pytest's exit status."""
+    """Runs and shows a verification, and ends with pytest's exit status."""
     _check(wanted)
     from flashproof.progress import CaseDisplay, Display
     from flashproof.running import Wanted, run
@@ -225,7 +248,7 @@ def _run(single: bool, **wanted: Any) -> None:
 
 
 def _check(wanted: dict[str, Any]) -> None:
-    """Ends at an error on the command line that can be seen without PyTorch, whose import takes a second."""
+    """Ends at an error on the command line. It does not import PyTorch, because the import takes a second."""
     from flashproof import words
 
     try:

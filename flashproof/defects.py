@@ -62,11 +62,11 @@ class Defect:
 def read(path: Path) -> list[Defect]:
     """The entries of a file.
 
-    Raises OSError for a file that cannot be read. Raises ValueError for a file that is no list of defects, and for a
+    Raises OSError for a file that cannot be read. Raises ValueError for a file that is not a list of defects, and for a
     field that is missing, unknown or of the wrong type. The error names the file, the entry and the field.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}; write one, or take the key out")
+        raise FileNotFoundError(f"there is no file {path}; write one, or remove the key")
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""How several failures are told: the first in full, how many others there are, and what they have in common."""
+"""How several failures are shown: the first in full, the number of others, and what they have in common."""
 
 import math
 import re
@@ -9,12 +9,12 @@ from flashproof.reports import wording
 from flashproof.reports.evidence import size, worst_rho
 from flashproof.reports.record import Judgement
 
-IN_FULL = 3  # failures of each implementation that are told in full
-SHOWN = 10  # further ones that have a line
+IN_FULL = 3  # failures of each implementation that are shown in full
+SHOWN = 10  # further failures that are shown in one line each
 
 
 def groups(failures: Sequence[Judgement]) -> list[list[Judgement]]:
-    """Failures that need telling once: those of one check and dtype, and those that read alike without a figure."""
+    """Groups of failures that are shown once: of one check and dtype, or without a figure and in the same words."""
     found: dict[tuple[str, ...], list[Judgement]] = {}
     for one in failures:
         about = (one.check, one.dtype) if one.rho is not None or not one.message else (one.message,)
@@ -49,15 +49,15 @@ def in_short(alike: Sequence[Sequence[Judgement]], most: int = SHOWN) -> Iterato
 
 # ----------------------------------------------------------------------------------------------------- in one screen
 
-CAUSES = 3  # that are told of an implementation
+CAUSES = 3  # the number of causes that are shown for an implementation
 _SCALE = re.compile(r"with a scale of .*\((.*) times as large\)")
 _FACTOR = re.compile(r" is (.*) times the exact result")
 
 
 def causes(failures: Sequence[Judgement]) -> list[list[Judgement]]:
-    """Failures that have one cause: the same other question, or else the same words, or else the same check.
+    """Groups of failures with one cause: the same answered question, or else the same words, or else the same check.
 
-    Those whose cause is known come first, and the more frequent ones before the others.
+    Groups with a known cause come first. Among the others, the larger groups come first.
     """
     found: dict[tuple[str, str], list[Judgement]] = {}
     factors = {scale[1] for one in failures if (scale := _SCALE.search(one.question))}
@@ -76,20 +76,21 @@ def causes(failures: Sequence[Judgement]) -> list[list[Judgement]]:
 
 
 def one_screen(name: str, failures: Sequence[Judgement], checks: int) -> Iterator[str]:
-    """What is wrong with an implementation, in a few lines. checks: how many of them ran."""
+    """What is wrong with an implementation, in a few lines. checks: the number of checks that ran."""
     failed = len({(one.check, one.dtype) for one in failures})
     tensors = _listed(one.tensor for one in failures)
     yield (
-        f"{name} is wrong: {f'{tensors} in ' if tensors else ''}{_listed(one.dtype for one in failures)}; "
+        f"{name} is wrong: {f'{tensors} ' if tensors else ''}in {_listed(one.dtype for one in failures)}; "
         f"{failed:,} of {wording.plural(checks, 'check')} failed"
     )
     alike = causes(failures)
-    explained = [group for group in alike if group[0].question]  # the others follow from these, as a rule
+    explained = [group for group in alike if group[0].question]  # the other failures usually follow from these
     shown = (explained or alike)[:CAUSES]
     for group in shown:
         yield f"  {_cause(group)}"
         smallest = min(group, key=_work)
-        yield f"    {_extent(group)}; the smallest case: {smallest.case}"
+        yield f"    {_extent(group)}; the smallest case:"
+        yield f"      {smallest.case}"
     if rest := len(failures) - sum(map(len, shown)):
         yield f"  and {wording.plural(rest, 'more failure')}"
 
@@ -101,7 +102,8 @@ def _cause(group: Sequence[Judgement]) -> str:
     if first.rho is None and first.message:
         return first.message.partition("\n")[0]
     worst = max(group, key=lambda one: size(worst_rho(one)))
-    return f"{first.check}: {worst.tensor or 'the result'} is off by {wording.rho(worst_rho(worst))} bounds"
+    times = wording.rho(worst_rho(worst))
+    return f"{first.check}: the error of {worst.tensor or 'the result'} is {times} times the bound"
 
 
 def _extent(group: Sequence[Judgement]) -> str:
@@ -111,13 +113,13 @@ def _extent(group: Sequence[Judgement]) -> str:
 
 
 def _listed(words: Iterable[str | None]) -> str:
-    """Different words in the order in which they came: "out, dq and dk"."""
+    """The different words, in the order of their first use: "out, dq and dk"."""
     *first, last = dict.fromkeys(word for word in words if word) or [""]
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def _work(failure: Judgement) -> float:
-    """How large a case is. A text that is no case is larger than any."""
+    """The size of a case. A text that is not a case counts as larger than every case."""
     try:
         case = Case.parse(failure.case)
     except ValueError:

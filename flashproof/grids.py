@@ -17,15 +17,15 @@ Grid = Callable[[Space, Dtype], list[Case]]
 # Cases that revealed a fault of a kernel or of the suite. The search made them small. The array may lack their
 # combination of levels. New finds are added here, without their dtype.
 PINNED = """
-b1 h2/1 q33 k33 d16 causal x4 expanded     # gradients summed in float16 underflow at every step; the bound said once
-b1 h1 q18 k18 d16 uniform                  # equal weights, equal gradients of keys: one sample of a bias
+b1 h2/1 q33 k33 d16 causal x4 expanded     # gradients summed in float16 underflow at every step, and not only once
+b1 h1 q18 k18 d16 uniform                  # equal weights and equal gradients of keys: a bias has one sample
 b1 h1 q20 k700 d128                        # more tiles of keys than a pipeline has stages
-b1 h1 q270 k270 d128 causal                # and tiles below the diagonal's, for each tile of keys
-b1 h71/1 q4 k20 d64 causal                 # Falcon's: one key head for more query heads than a block holds
+b1 h1 q270 k270 d128 causal                # the same, with query tiles below the diagonal
+b1 h71/1 q4 k20 d64 causal                 # as in Falcon: one key head for more query heads than a block holds
 b3 h50 q3 k3 d16 causal                    # more programs than a GPU has processors
-b1 h1 q1 k8300 d16                         # more keys than any number of splits that is fixed
-b1 h1 q1 k300 d16 spike x16                # beside a sink, whole tiles weigh little, and not nothing
-b1 h1 q149 k70 d36 causal                  # a scale that is no number of 16 bit
+b1 h1 q1 k8300 d16                         # too many keys for any fixed number of splits
+b1 h1 q1 k300 d16 spike x16                # beside a sink, whole tiles have small weights, which are not 0
+b1 h1 q149 k70 d36 causal                  # a scale that a 16-bit number cannot hold
 b1 h1 q130 k130 d64 blocks0                # no block is visible
 b1 h1 q70 k150 d64 causal-br shift-100     # the last tile is hidden from some rows, whose scores are far below 0
 """
@@ -44,7 +44,7 @@ def called(call: Call) -> Grid:
 def where(holds: Callable[[Case], bool] = lambda case: True, *, most: int) -> Grid:
     """The first cases of the array that meet a condition, with a plain call and plain numbers.
 
-    For checks that change a tensor and compare two answers. holds: the condition. most: the largest number of cases.
+    Checks that change a tensor and compare two answers use them. holds: the condition. most: the number of cases.
     """
 
     def of(space: Space, dtype: Dtype) -> list[Case]:
@@ -93,8 +93,8 @@ def doubling(space: Space, dtype: Dtype) -> list[Case]:
 
 
 # Scores where exponentials overflow and underflow. exp in float32: above 88.7228, below -87.34 (normal) and -103.97
-# (subnormal). exp2: at 128 and 127. exp in float16: above 11.09. Also the largest float16, and far larger scores, where
-# sentinels and maxima that are not subtracted fail.
+# (subnormal). exp2: at 128 and 127. exp in float16: above 11.09. Also the largest float16, and far larger scores.
+# There, kernels with sentinels fail, and kernels that do not subtract the maximum.
 _BELOW = (-2.5e5, -1e4, -104.0, -103.9, -87.4, -87.3)
 _ABOVE = (11.0, 11.1, 87.0, 88.0, 88.1, 88.7, 88.73, 89.0, 127.9, 128.1, 1e4, 65504.0, 2.5e5)
 LANDMARKS = (*_BELOW, 0.0, *_ABOVE)

@@ -11,18 +11,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flashproof.calling import TENSORS, Answer, TensorName
+from flashproof.calling import GRADIENTS, TENSORS, Answer, TensorName
 from flashproof.cases import OF_DOUT, Case
 from flashproof.impls.spec import Arithmetic
 from flashproof.oracles import ball, bounds, naive, stagnation, verdict
 from flashproof.oracles.naive import Attention
 from flashproof.oracles.problem import Problem
-from flashproof.reports.record import Certainty, Element, figure
+from flashproof.reports.record import Certainty, Element, Grid, figure
 from flashproof.tensors import Inputs, inputs
 
 CERTIFIED_PRODUCTS = 2**16  # up to this batch x heads x queries x keys x dim, every element is enclosed in a ball
 FEWER_PRODUCTS = 2**12  # the same, in a thorough run
-CERTIFIED_HEADS = 64  # up to this batch x heads too: balls take one head after another
+CERTIFIED_HEADS = 64  # the same, up to this batch x heads, because balls take one head after another
 # From this number of scores (batch x heads x queries x keys), the kernel's own device computes the float64 oracle.
 SCORES_FOR_A_GPU = 2**21
 BY_ROWS: tuple[TensorName, ...] = ("out", "lse", "dq")  # tensors with a row for each query
@@ -38,10 +38,10 @@ class Exact:
     bound: Attention
     statistical: Attention  # the probabilistic bound without 16-bit casts: the unit of the bias, or a part of it
     gates: bool  # whether the probabilistic bound decides too
-    casts: list[Attention]  # what roundings to nearest, of the weights and of the output in delta, cause here
-    is_even: bool  # whether a correct kernel makes errors of both signs, so that a bias is a fault
+    casts: list[Attention]  # the errors of roundings to nearest, of the weights and of the output in delta
+    even: tuple[TensorName, ...]  # the tensors in which a correct kernel makes errors of both signs: a bias is a fault
     certainty: Certainty
-    lost: Callable[[], Attention]  # what sums may lose to small terms; added to the probabilistic bound
+    lost: Callable[[], Attention]  # the small terms that sums may lose; added to the probabilistic bound
 
     def on_cpu(self) -> "Exact":
         """The same, moved to the CPU."""
@@ -85,6 +85,7 @@ class Judged:
     bias: verdict.Bias | None
     ulps: float | None  # the largest error, in ulps of the tensor's largest number; None for the LSE
     certainty: Certainty
+    grid: Grid | None = None  # where the errors lie, if rho is above 1
 
     @property
     def worst_rho(self) -> float:
@@ -104,7 +105,7 @@ class Judged:
         return self.statistical.worst if self.statistical is not None and is_statistical else self.rho.worst
 
     def figures(self, note: str = "") -> dict[str, object]:
-        """The fields of a record that state this verdict. note: about the worst element."""
+        """The fields of a record that state this verdict. note: the properties of the row of the worst element."""
         worst = self.worst
         return {
             "tensor": self.tensor,
@@ -115,6 +116,7 @@ class Judged:
             "bias_allowance": self.bias.allowance if self.bias else None,
             "ulps": None if self.ulps is None else figure(self.ulps),
             "certainty": self.certainty,
+            "grid": self.grid,
             "worst": Element(
                 index=worst.index,
                 got=figure(worst.got),
@@ -163,7 +165,7 @@ def _exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
 
     Small problems are certified. For other problems, float64 computes the result, with its own bound, and in long ones
     some rows are enclosed. The result is always on the CPU, where answers are compared. Only long sequences are
-    computed on a GPU: many processes share it, and a small step waits longer for its turn than it takes.
+    computed on a GPU: many processes share the GPU, and a small step would wait longer than it runs.
     """
     problem = inputs(case, device).problem(case)
     if is_certified(problem):
@@ -222,11 +224,22 @@ def exact_of(
         statistical,
         bounds.has_statistical_gate(problem, arithmetic),
         evaluation.casts_of(arithmetic),
-        # If products are rounded to 16 bit, all scores near 10000 may be rounded in one direction.
-        arithmetic.products != "input",
+        _even(problem, arithmetic),
         "certified" if enclosed else "bounded",
         cache(lambda: stagnation.lost(problem, backward=backward)),
     )
+
+
+def _even(problem: Problem, arithmetic: Arithmetic) -> tuple[TensorName, ...]:
+    """The tensors in which a correct kernel makes errors of both signs.
+
+    If products are rounded to 16 bit, all scores near 10000 may be rounded in one direction. A running sum in 16 bit
+    may round in one direction again and again, if its terms are nearly equal.
+    """
+    if arithmetic.products == "input":
+        return ()
+    is_summed_narrowly = arithmetic.gradients == "input" and problem.query.dtype != torch.float32
+    return ("out",) if is_summed_narrowly else ("out", *GRADIENTS)
 
 
 _shared: Path | None = None
@@ -343,7 +356,7 @@ def _check_some_rows(verdicts: list[Judged], case: Case, truth: Exact) -> None:
     """Compares the float64 oracle with balls in the head with the kernel's largest error.
 
     The rows are the row with that error, and the rows where tiles begin and end. A disagreement is a fault of the suite
-    and ends the run. Gradients of keys and values have no rows of their own to enclose.
+    and ends the run. Gradients of keys and values are not compared, because they have no row for each query.
     """
     place = worst_row(verdicts)
     if place and _is_first(f"{case} at {place}"):
@@ -376,11 +389,32 @@ def judge_tensor(actual: Tensor, name: TensorName, truth: Exact) -> Judged:
         rho=rho,
         statistical=of_chance,
         bias=verdict.bias(actual, true, statistical, [getattr(cast, name) for cast in truth.casts])
-        if name != "lse" and truth.is_even
+        if name in truth.even
         else None,
         ulps=None if name == "lse" else verdict.largest_ulps(actual, true),
         certainty=truth.certainty,
+        grid=None if rho.value <= 1.0 else grid(verdict.ratios(actual, true, bound, error)),
     )
+
+
+PARTS = 16  # of rows and of columns, at most
+
+
+def grid(ratios: Tensor) -> Grid:
+    """The largest ratio in each part of a tensor, over all batch entries and heads.
+
+    ratios: [batch, head, row, dim], or [batch, head, query] of the LSE.
+    """
+    flat = ratios.flatten(0, 1).amax(0).cpu()
+    flat = flat.unsqueeze(-1) if flat.dim() == 1 else flat
+    bands = flat.tensor_split(min(PARTS, flat.shape[0]))
+    parts = [[float(part.max()) for part in band.tensor_split(min(PARTS, band.shape[1]), 1)] for band in bands]
+    return Grid(rows=flat.shape[0], columns=flat.shape[1], rho=[[_short(value) for value in row] for row in parts])
+
+
+def _short(value: float) -> float | str:
+    """A rho with three digits, which are enough for a picture."""
+    return figure(float(f"{value:.3g}"))
 
 
 def describe(problem: Problem, index: tuple[int, ...]) -> str:

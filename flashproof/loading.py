@@ -55,7 +55,7 @@ def load(name: str) -> Implementation:
     what to give instead.
 
     Raises ImportError for a module that is not installed (its `name` says which), FileNotFoundError, AttributeError,
-    TypeError for an object that is no attention function, and ValueError for an unknown name, an invalid claim, and
+    TypeError for an object that is not an attention function, and ValueError for an unknown name, an invalid claim, and
     code that fails during its import.
     """
     if name in catalogue.CATALOGUE:
@@ -85,11 +85,11 @@ def _find(name: str) -> object:
         return GIVEN[name]
     place, colon, attribute = name.rpartition(":")
     if not name:
-        raise ValueError(f"'': an empty name stands for nothing; {FORMS}")
+        raise ValueError(f"'': the name is empty; {FORMS}")
     if not colon:
         return _without_colon(name)
     if not place:
-        raise ValueError(f"{name}: names no module and no file before the colon; {FORMS}")
+        raise ValueError(f"{name}: there is no module or file before the colon; {FORMS}")
     if not attribute:
         raise ValueError(f"{name}: {_no_attribute(_contents(place))}")
     is_path = place.endswith(".py") or "/" in place or Path(place).is_file()
@@ -183,7 +183,7 @@ def _in_directory(folder: Path) -> str:
     """Advice in place of a directory: one of its files, with an attribute."""
     files = sorted(path for path in folder.glob("*.py") if _defined(str(path)))
     example = files[0] if files else folder / "file.py"
-    return f"name a file in it and an attribute, as '{shown(example)}:attention'"
+    return f"name a file in it and an attribute, such as '{shown(example)}:attention'"
 
 
 # ------------------------------------------------------------------------------------------------ modules and files
@@ -261,7 +261,7 @@ def _module_name(path: Path, name: str) -> tuple[str, Path]:
         for folder in list(getattr(module, "__dict__", {}).get("__path__", ()))
         if isinstance(folder, str)
     }
-    # Parts of flashproof are links to folders, and flashproof imports these folders as its own packages.
+    # Some packages of flashproof are links to folders of the clone.
     packages |= {os.path.realpath(folder): f"flashproof.{folder.name}" for folder in FLASHPROOF.iterdir()}
     parts, folder = [] if path.stem == "__init__" else [path.stem], path.parent
     while (folder / "__init__.py").is_file():
@@ -272,7 +272,7 @@ def _module_name(path: Path, name: str) -> tuple[str, Path]:
     if len(parts) > 1 and (other := sys.modules.get(parts[0])):
         raise ImportError(
             f"{name}: its package '{parts[0]}' in {folder} cannot be imported, because another module of this name is "
-            f"imported already ({getattr(other, '__file__', None) or 'a builtin'}); rename the package",
+            f"already imported ({getattr(other, '__file__', None) or 'a builtin'}); rename the package",
             name=parts[0],
         )
     return ".".join(parts), folder
@@ -353,7 +353,7 @@ def _in_src(module: str) -> str:
 
 
 def _failed(name: str, error: BaseException) -> ValueError:
-    """The error of code that fails. It is no ImportError, so that a broken module does not look uninstalled."""
+    """The error of code that fails. It is not an ImportError, so that a broken module does not look missing."""
     frame = own_frame(error)  # a syntax error names its own place
     where = f" ({shown(frame.filename)}, line {frame.lineno})" if frame else ""
     text = " ".join(str(error).split())
@@ -362,7 +362,7 @@ def _failed(name: str, error: BaseException) -> ValueError:
     if isinstance(error, UnreadableClaim):
         return ValueError(f"{name}: {text}{where}")
     if isinstance(error, SystemExit):
-        advice = "; move what it does as a program under `if __name__ == '__main__':`"
+        advice = "; move the code of the program under `if __name__ == '__main__':`"
     if isinstance(error, ImportError) and "no known parent package" in text:
         advice = "; give each folder of its package an __init__.py, or name it as 'package.module:attribute'"
     return ValueError(f"{name}: importing it failed with {said}{where}{advice}")

@@ -70,7 +70,7 @@ def complete_crash(session: Session, test: str, report: pytest.TestReport) -> No
     report.when, report.outcome = "call", "skipped" if known else "failed"
     report.location = (report.location[0], None, test.rpartition("::")[2])
     report.longrepr = "\n\n".join(
-        [*words, "the process is of no further use: the other cases of this check were left out"]
+        [*words, "the process cannot be used any more: the other cases of this check were left out"]
     )
     if known:
         report.wasxfail = failures[-1].message

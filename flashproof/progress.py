@@ -1,4 +1,4 @@
-"""What the command `flashproof` shows while it verifies, and what it says at the end."""
+"""What the command `flashproof` shows while it verifies, and at its end."""
 
 import os
 import sys
@@ -28,10 +28,10 @@ WIDTH = 140  # where the output is no terminal
 
 
 class Display(Watcher):
-    """Shows a run: a bar on a terminal, otherwise a line from time to time; each implementation's first failure."""
+    """Shows a run: a bar on a terminal or a line from time to time, and the first failure of each implementation."""
 
     def __init__(self, command: str, output: IO[str] | None = None) -> None:
-        # pytest takes the standard output away while a kernel runs. A copy of it stays.
+        # pytest replaces the standard output while a kernel runs. This copy of it stays.
         self.output = output or os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", errors="replace")
         width = None if self.output.isatty() else WIDTH
         self.console = Console(file=self.output, highlight=False, soft_wrap=True, width=width)
@@ -49,7 +49,7 @@ class Display(Watcher):
             TextColumn("checks, {task.fields[words]}"),
             TimeElapsedColumn(),
             console=self.console,
-            auto_refresh=False,  # by a thread, which would not survive the forks of workers
+            auto_refresh=False,  # it uses a thread, which would not survive the forks of workers
             transient=True,
         )
         self.task = self.bar.add_task("verifying", total=None, words="")
@@ -94,7 +94,7 @@ class Display(Watcher):
             before = self.judged.get(place)
             if before is None or size(worst_rho(record)) > size(worst_rho(before)):
                 self.judged[place] = record
-            # Elsewhere a whole tensor may cancel to nearly 0, and an error of many ulps says nothing.
+            # In other cases a whole tensor may cancel to nearly 0. Then an error of many ulps means nothing.
             if record.ulps is not None and size(record.ulps) > size(self.ulps.get(place)) and _is_normal(record.case):
                 self.ulps[place] = record.ulps
         if record.status == "failed":
@@ -121,7 +121,7 @@ class Display(Watcher):
             self.output.flush()
 
     def _stop(self) -> None:
-        """Takes the bar away. One that never began would leave an empty line."""
+        """Removes the bar. A bar that was never started would leave an empty line."""
         if self.bar.live.is_started:
             self.bar.stop()
 
@@ -133,14 +133,14 @@ class Display(Watcher):
     # ------------------------------------------------------------------------------------------------ at its end
 
     def conclude(self, status: int) -> None:
-        """Says what came of the run, and where its records and report are."""
+        """Shows the result of the run, and where its records and report are."""
         self._stop()
         if self.session is None or status == pytest.ExitCode.USAGE_ERROR:
             return
         for error in self.session.errors:
             self.console.print(error, style="red", markup=False)
         if status == pytest.ExitCode.INTERRUPTED:
-            self.console.print("broken off; what was found so far:", style="yellow")
+            self.console.print("interrupted; this was found so far:", style="yellow")
         names = list(dict.fromkeys([*(name for name, _, _ in self.judged), *self.failed]))
         for name in names:
             self._conclude(name)
@@ -170,7 +170,7 @@ class Display(Watcher):
                 ]
                 table.add_row(tensor, *cells)
             self.console.print(table)
-            if not failures and len({of for of, _, _ in self.judged}) == 1:  # else the failures name their cases
+            if not failures and len({of for of, _, _ in self.judged}) == 1:  # otherwise the failures name their cases
                 for tensor in shown:
                     of_tensor = [one for (of, _), one in figures.items() if of == tensor]
                     worst = max(of_tensor, key=lambda one: size(worst_rho(one)))

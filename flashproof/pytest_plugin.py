@@ -54,31 +54,34 @@ def add_options(parser: pytest.Parser) -> None:
     )
     add("--dtype", "only this dtype: float32, float16 or bfloat16; repeatable", metavar="DTYPE", **many)
     add("--device", "only on this device: cpu or cuda", metavar="DEVICE")
-    add("--case", "only this case, as a report prints it, by every check; repeatable", metavar="LINE", **many)
+    add("--case", "only this case (the line of a failure), by every check; repeatable", metavar="LINE", **many)
     add(
         "--quick",
-        "a few checks and cases that find most faults within seconds; no whole verification",
+        "a few checks and cases that find most faults within seconds; this is not a whole verification",
         action="store_true",
     )
     add(
         "--thorough",
-        "as many cases as all triples of levels need; takes many times as long",
+        "also the cases that all triples of levels need; takes many times as long",
         action="store_true",
     )
-    add(
-        "--search", "how much each search tries: cases (5000) or time (30s, 10m, 8h); Ctrl-C ends all", metavar="BUDGET"
-    )
+    add("--search", "how much each search tries: cases (5000) or time (30s, 10m, 8h); Ctrl-C ends it", metavar="BUDGET")
     add(
         "--require",
-        "fail unless these were verified: backward, causal, dropout, float16 ...; commas between them",
+        "fail unless these were verified: backward, causal, dropout, float16 ...; separate them by commas",
         metavar="FEATURES",
         **many,
     )
     # pytest has its own --strict.
     add("--strict-verdict", "fail if something could not be verified, and say what", action="store_true")
-    add("--time-limit", "for one call of an external kernel, with its backward", metavar="SECONDS", type=_seconds)
-    add("--records", "where the records go; then no report is written", metavar="FILE")
-    add("--report", "where the report goes, instead of flashproof-report", metavar="DIR")
+    add(
+        "--time-limit",
+        "the limit for one call of an external kernel, with its backward",
+        metavar="SECONDS",
+        type=_seconds,
+    )
+    add("--records", "write the records to this file; no report is written then", metavar="FILE")
+    add("--report", "write the report to this folder, instead of flashproof-report", metavar="DIR")
     add("--spawn", argparse.SUPPRESS, action="store_true")  # starts workers as on a machine with a GPU
     add("--worker", argparse.SUPPRESS)  # this process is a worker of another process: sandbox/worker.py
 
@@ -89,7 +92,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not seconds > 0.0:  # also for NaN
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; give a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; give a number of seconds above 0")
     return seconds
 
 
@@ -112,7 +115,7 @@ def is_asked_for(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object]:
-    """Gives a run with an external kernel workers in place of pytest-xdist's processes, before pytest-xdist starts."""
+    """Before pytest-xdist starts, chooses workers in place of its processes for a run with an external kernel."""
     if is_asked_for(config):
         from flashproof.processes import choose
 
@@ -241,7 +244,7 @@ class Verification:
         self.session.end()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Makes a check one test for each target that claims it."""
+        """Turns a check into one test for each target that claims it."""
         if "subject" in metafunc.fixturenames:
             from flashproof.parametrizing import parameters
 
@@ -341,7 +344,7 @@ class Verification:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Writes the last records. A run that did not verify everything that was selected is no success."""
+        """Writes the last records. A run that did not verify everything that was selected is not a success."""
         from flashproof.summary import settle
 
         settle(self.session, session, exitstatus)

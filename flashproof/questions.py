@@ -191,7 +191,7 @@ def _other_layouts(problem: Problem) -> Iterator[_Other]:
             scale=problem.scale,
             mask=Mask(heads, problem.key.shape[1], problem.mask.causal),
         )
-        seen = "it attends over heads" if heads > 1 else "with one head, each query sees its own key alone"
+        seen = "it attends over heads" if heads > 1 else "with one head, each query sees only its own key"
         yield _Other(f"for tensors of the layout [batch, length, heads, dim]: {seen}", other, view=transposed)
     if heads not in (1, queries):
         yield _Other(

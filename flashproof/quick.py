@@ -1,7 +1,8 @@
 """A quick run: the checks that find most wrong kernels, with their first cases, in a few seconds.
 
-A quick run is no verification. It finds a wrong scale, a wrong mask, a tensor that is read with the strides of another
-tensor, gradients of zero, and 16-bit sums. It finds some of the faults that only one shape, length or call shows.
+A quick run is not a verification. It finds a wrong scale, a wrong mask, a tensor that is read with the strides of
+another tensor, gradients of zero, and 16-bit sums. It finds some of the faults that only one shape,
+length or call shows.
 """
 
 import os

@@ -82,13 +82,13 @@ def check(
     """Makes a function `test_name(subject)` the check "layer/name".
 
     - `layer`: "contract", "accuracy", "gradients", "stability", "masks", "properties", "memory" or "determinism".
-    - `grid`: the cases of the check, a function of the space of cases and the dtype. `flashproof.grids` makes some;
-      `grids.lines(text)` takes one case on each line.
+    - `grid`: a function of the space of cases and the dtype that returns the cases of the check. `flashproof.grids`
+      makes some: `grids.lines(text)` takes one case on each line.
     - `call`: a way of calling, such as "no_grad". The check is given the cases of the space that are called like this.
       Give either `grid` or `call`.
     - `claims`: fields of `Supports` that must hold. Other implementations do not run the check.
     - `single`: whether the check takes a case from `--case` in place of those of its grid.
-    - `early`: whether a run begins with it. It takes a second, and explains failures of later checks.
+    - `early`: whether a run begins with this check, because it takes a second and explains failures of later checks.
 
     Raises ValueError for a layer that does not exist, for neither or both of `grid` and `call`, and for a function
     without a docstring: reports explain a check by its first paragraph.

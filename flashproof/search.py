@@ -53,7 +53,9 @@ class Budget:
         """Parses "5000", "30s", "10m" or "8h". Raises ValueError for anything else, and for zero."""
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
         if not found or not float(found[1]) or (not found[2] and "." in found[1]):
-            raise ValueError(f"{text!r} is no budget; give a number of cases like 5000, or a time like 30s, 10m or 8h")
+            raise ValueError(
+                f"{text!r} is not a budget; give a number of cases like 5000, or a time like 30s, 10m or 8h"
+            )
         return cls(seconds=float(found[1]) * _SECONDS[found[2]]) if found[2] else cls(examples=int(found[1]))
 
 

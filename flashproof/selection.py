@@ -120,7 +120,7 @@ def parse_case(line: str) -> Case:
     memory.
     """
     if not line.strip():
-        raise ValueError("is empty; give a case, as a report prints it")
+        raise ValueError("is empty; give a case: the line of a failure")
     case = Case.parse(line)
     needed, left = case.numbers * BYTES_OF_A_NUMBER / 2**30, available_memory() / 2**30
     if needed > left:

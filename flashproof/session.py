@@ -124,7 +124,7 @@ class Session:
         is_thorough = bool(getattr(self.config.option, "flashproof_thorough", False))
         with named("--quick"):
             if is_quick and is_thorough:
-                raise ValueError("cannot be had together with --thorough; leave one of them out")
+                raise ValueError("cannot be combined with --thorough; give only one of them")
         self.clock = quick.Clock(self.shared / "clock") if is_quick else None  # the clock of a quick run
         with named("--impl"):
             self.selection = Selection(given("impl"), dtypes, device, cases, by_name, is_quick, is_thorough)
@@ -230,8 +230,8 @@ class Session:
         if check is None or target is None or defect is None:
             return "the test passed, and was expected to fail"
         return (
-            f"a known defect is gone: {check.name} passes {target.name} in {target.dtype} on {target.device}; "
-            f"take {check.name!r} or {target.dtype!r} out of {defect.place}"
+            f"a known defect is gone: {check.name} passes {target.name} in {target.dtype} on {target.device}\n"
+            f"remove {check.name!r} or {target.dtype!r} from {defect.place}"
         )
 
     def weight(self, item: pytest.Item) -> tuple[str | bool | int, ...]:
@@ -535,7 +535,7 @@ def _check_folder(folder: Path, advice: str = OTHER_PLACE) -> None:
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     shown = os.path.relpath(there)
     if not there.is_dir():
-        raise NotADirectoryError(f"{shown} is no folder; {advice}")
+        raise NotADirectoryError(f"{shown} is not a folder; {advice}")
     try:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:

@@ -32,6 +32,7 @@ from flashproof.cases import (
     VALUES,
     WITHOUT_BACKWARD,
     Case,
+    Layouts,
     Wanted,
     not_claimed,
 )
@@ -136,6 +137,7 @@ RESTS: dict[str, Callable[[int], bool]] = {
     "of 512": lambda length: length % 512 == 0,
 }
 AS_QUERIES = "as queries"
+_BY_LENGTH = [*_ENDS.values(), "over 4096"]
 
 
 def length_class(length: int) -> str:
@@ -168,6 +170,7 @@ _HEADS: dict[str, Sequence[int]] = {
     "3 or 4": [3, 4],
     "5 to 9": range(5, 10),
     "16 to 33": range(16, 34),
+    "34 to 96": [40, 64, 66, 71, 80, 96],
 }
 _GROUPS: dict[str, Sequence[int]] = {
     "1": [1],
@@ -196,7 +199,7 @@ _SCALES: dict[str, tuple[Sequence[float | None], str]] = {
     "negative": ([-0.2, -1.3], "float"),
     "zero": ([0.0], "float"),
 }
-_DROPOUTS: dict[str, Sequence[float]] = {"none": [0.0], "some": [0.1, 0.15, 0.3], "most": [0.85, 0.6]}
+_DROPOUTS: dict[str, Sequence[float]] = {"none": [0.0], "some": [0.1, 0.15, 0.3, 0.5], "most": [0.85, 0.6]}
 _BLOCKS: dict[str, tuple[float | None, bool]] = {
     "none": (None, False),
     "half": (0.5, False),
@@ -408,6 +411,19 @@ def _lengths_exist(known: Known) -> bool:
     return bool(queries and keys) and (len(queries) > 1 or len(keys) > 1 or queries != keys)
 
 
+@_rule("mask", "queries", "keys")
+def _causal_masks_show_the_lengths(known: Known) -> bool:
+    """Few queries see few keys under a mask that is aligned at the top left, and few keys are seen by few queries.
+
+    So a longer class of keys, or of queries, would change nothing that is computed.
+    """
+    queries, keys = known.get("queries"), known.get("keys", AS_QUERIES)
+    if queries is None or keys == AS_QUERIES:
+        return True
+    longer = _BY_LENGTH.index(keys) - _BY_LENGTH.index(queries)
+    return {"causal": longer <= 0, "causal-br": longer >= -1}.get(known.get("mask", "full"), True)
+
+
 @_rule("call", *_OF_DOUT)
 def _gradients_need_backward(known: Known) -> bool:
     """Without a backward, the factors of the output gradient and of the wanted gradients are plain."""
@@ -505,12 +521,21 @@ def _a_cache_can_grow(known: Known) -> bool:
 # Cases of plain numbers, in each dtype. A bias shows in them. In most cases of a small array, the numbers or the shape
 # hide it. Scales are those that 16 bits do not hold.
 PLAIN_CASES = ("b1 h2/1 q130 k130 d40 causal scale0.3", "b2 h1 q100 k100 d56")
+# Ordinary sizes that are too large for the array, in each dtype: a batch of several sequences with several heads, a
+# long text with grouped heads, and one query whose scores are all very negative.
+LARGE_CASES = (
+    "b4 h8 q130 k130 d64",
+    "b1 h2/1 q800 k800 d16 causal inference",
+    "b1 h1 q1 k600 d64 shift-10000 inference",
+)
 # The attention shapes of widely used models: query heads, key heads and head dim. Kernels have code for exactly these
 # shapes. With the dtype, a shape is a combination of several levels, so the array contains few of each.
 MODELS = {
     "GPT-2": (12, 12, 64),
+    "SigLIP": (16, 16, 72),
     "Phi-3 mini": (32, 32, 96),
     "Llama 3 8B": (32, 8, 128),
+    "Llama 3 70B": (64, 8, 128),
     "Qwen2.5 7B": (28, 4, 128),
     "Gemma 2 9B": (16, 8, 256),
     "Falcon 7B": (71, 1, 64),
@@ -809,11 +834,15 @@ class Space:
             return []
         found = [Case.parse(f"{line} {dtype}") for line in PLAIN_CASES for dtype in self.dtypes]
         if self.room.steps == math.inf:
+            found += [Case.parse(f"{line} {dtype}") for line in LARGE_CASES for dtype in self.dtypes]
             found += self._long() + self._models()
         return [case for case in found if not_claimed(case, self.supports) is None]
 
     def _models(self) -> list[Case]:
-        """The attention shapes of models in each dtype: causal as in training, and one query as in generation."""
+        """The attention shapes of models in each dtype, as training and inference call them.
+
+        Long cases have one or two key heads, each with up to eight query heads.
+        """
         shapes = [(dtype, *shape) for shape in MODELS.values() for dtype in self.dtypes]
         found = []
         for number, (dtype, heads, kv_heads, dim) in enumerate(shapes):
@@ -821,6 +850,15 @@ class Space:
             length = LENGTHS["past a tile"][number % 8]
             found.append(replace(model, queries=length, keys=length, mask="causal"))
             found.append(replace(model, queries=1, keys=1000 + number, call="inference"))
+            group = min(heads // kv_heads, 8)
+            part = replace(model, kv_heads=1, heads=group)
+            found.append(replace(part, queries=300 + number, keys=300 + number, mask="causal"))
+            found.append(replace(part, queries=66, keys=1100 + number, mask="causal-br", call="inference"))  # a chunk
+            part = replace(model, kv_heads=2, heads=2 * group)
+            found.append(replace(part, queries=1, keys=2500 + number, call="inference"))  # generation after a long text
+            found.append(replace(part, queries=4, keys=300 + number, mask="causal-br", call="inference"))  # a draft
+            cache: Layouts = ("contiguous", "cropped", "cropped", "contiguous")
+            found.append(replace(part, queries=1, keys=300 + number, layouts=cache, call="grown"))
         return found
 
     @property

@@ -50,7 +50,7 @@ LONG = 384  # queries; after a shorter sequence, the next one never takes long
 REPETITIONS = 16  # repetitions of a call whose bits may vary from run to run
 ASKED_ABOUT = 2**21  # scores of a key head; with more, no other question is searched: each takes an oracle
 SECONDS_TO_SIMPLIFY = 3.0
-NO_GRADIENT = "the output carries no gradient, and backward is claimed"
+NO_GRADIENT = "the output carries no gradient, although backward is claimed"
 Result = TypeVar("Result")
 Answered = tuple[list[Judged], ways.Computed]  # the verdicts of a search on one answer, and the answer
 
@@ -194,7 +194,7 @@ class Subject:
         elif self.carried:
             self.fail(
                 case,
-                "the output carries no gradient, and that of an earlier call did: the kernel lost it without an error",
+                "the output carries no gradient, but that of an earlier call did: the kernel lost it without an error",
             )
         else:
             self.refusals.append("the output carries no gradient")
@@ -475,7 +475,7 @@ def concluded(subject: Subject) -> Generator[None]:
     if not subject.judged and subject.refusals:
         pytest.skip(f"refused: {subject.refusals[0]}")
     if not subject.judged:
-        pytest.skip("nothing to judge: no case of this check is claimed and in this run")
+        pytest.skip("nothing to judge: no claimed case of this check is in this run")
 
 
 def summary(subject: Subject, most: int = 3) -> str:

@@ -20,8 +20,8 @@ from flashproof.session import Session
 from flashproof.targets import Loaded
 
 ENDS = {"passed": "passed", "failed": "failed", "known defect": "with a known defect", "skipped": "left out"}
-QUICK = "quick: each check had a share of its cases, and there was no search; without --quick the kernel is verified"
-SHOWN_COVERAGE = 3  # implementations of a run up to which the coverage of each is told
+QUICK = "quick: each check ran some of its cases, and there was no search; a run without --quick verifies the kernel"
+SHOWN_COVERAGE = 3  # a run with more implementations does not show the coverage of each
 
 
 class Line(NamedTuple):
@@ -34,8 +34,8 @@ class Line(NamedTuple):
 def unverified(session: Session) -> list[str]:
     """Selected implementations of which nothing passed.
 
-    One that was named counts although it cannot run here; one that a glob selected does not. If nothing passed at all,
-    every selected one counts: a run that verified nothing is no success.
+    An implementation that was named counts although it cannot run here. One that a glob selected does not count. If
+    nothing passed at all, every selected one counts, because a run that verified nothing is not a success.
     """
     selection = session.selection
     named = [name for name in selection.names if not any(letter in name for letter in "*?[")]
@@ -68,7 +68,7 @@ def settle(session: Session, tests: pytest.Session, exitstatus: int) -> None:
 
 
 def verdict(session: Session) -> Line:
-    """The last line of a run: what it says of the implementations, of how many checks, and how these ended.
+    """The last line of a run: the verdict, the number of checks, and how these ended.
 
     A check counts once for each dtype and device. Only a run that nothing narrows verifies an implementation.
     """
@@ -89,7 +89,7 @@ def verdict(session: Session) -> Line:
 
 
 def _claim(session: Session) -> str:
-    """What a verdict begins with."""
+    """The first words of a verdict."""
     of_others = session.status == pytest.ExitCode.TESTS_FAILED and session.others and not session.outcomes["failed"]
     if session.status != pytest.ExitCode.OK and not of_others:
         return "not verified"
@@ -105,7 +105,7 @@ def _claim(session: Session) -> str:
 
 
 def narrowing(session: Session) -> list[str]:
-    """What makes a run less than the whole verification of its implementations, as the user gave it."""
+    """The options, as the user gave them, that make a run less than the whole verification of its implementations."""
     selection, options = session.selection, session.config.option
     found = ["--quick"] if session.clock else []
     found += ["--case"] if selection.cases else []
@@ -130,7 +130,7 @@ def _listed(pairs: list[tuple[str, str]]) -> str:
 
 
 def _reasons(session: Session) -> str:
-    """Why checks were left out: each reason, most frequent first. All refusals are one reason."""
+    """Why checks were left out: each reason, the most frequent one first. All refusals count as one reason."""
     found: Counter[str] = Counter()
     for reason, count in session.reasons.items():
         head, colon, _ = reason.partition(": ")
@@ -203,9 +203,7 @@ def _verdict(session: Session) -> Iterator[Line]:
     for loaded in _external(session):
         if loaded.implementation and (unnamed := _unnamed(loaded.implementation)):
             parameters = ", ".join(unnamed)
-            yield Line(
-                f"not claimed: {loaded.name} has no parameter {parameters}; nothing that these ask for was verified"
-            )
+            yield Line(f"not claimed: {loaded.name} has no parameter {parameters}; what these ask for was not verified")
     yield from _doubts(session)
     for loaded in selection.loaded:
         if loaded.changed:
@@ -245,16 +243,16 @@ def _doubts(session: Session) -> list[Line]:
         if loaded.implementation and (never := signatures.never_given(loaded.implementation))
     ]
     for (name, words), dtypes in _refusals(session).items():
-        if name not in left_out:  # else it is said elsewhere
+        if name not in left_out:  # otherwise another line says it
             times = wording.plural(sum(dtypes.values()), "time")
-            found.append(f"refused: {name}, {', '.join(dtypes)}, {times}, first with: {words}")
+            found.append(f"refused: {name}, {', '.join(dtypes)}, {times}; the first message: {words}")
     if session.strict and (forward := forward_only(session)):
-        found.append(f"no gradients: {_listed(forward)} carried none")
+        found.append(f"no gradient was judged: {_listed(forward)}")
     return [Line(words, color) for words in found]
 
 
 def _refusals(session: Session) -> dict[tuple[str, str], dict[str, int]]:
-    """How often an implementation refused in each dtype, by what it said first."""
+    """How often an implementation refused in each dtype, by the message of the first refusal."""
     found: dict[tuple[str, str], dict[str, int]] = {}
     for (name, dtype), said in session.refused.items():
         found.setdefault((name, said[0]), {})[dtype] = len(said)
@@ -276,12 +274,12 @@ def reason(session: Session, name: str) -> str:
     if any(of == name for of, _ in session.refused):
         return "it refused every case"
     if session.outcomes["known defect"]:
-        return "no case passed, and known defects are no success"
+        return "no case passed, and a known defect is not a success"
     return "no case passed" if session.outcomes else "no check has a case for it"
 
 
 def _unclaimed(session: Session, implementation: Implementation) -> str:
-    """What was asked for that an implementation does not claim. Empty if it claims all of it."""
+    """What was asked for and is not claimed by an implementation. Empty if it claims everything."""
     selection, supports = session.selection, implementation.supports
     features = [feature for case in selection.cases if (feature := not_claimed(case, supports))]
     if features:
@@ -292,7 +290,7 @@ def _unclaimed(session: Session, implementation: Implementation) -> str:
 
 
 def _ending(words: str) -> str:
-    """How every call of an implementation ends, without the advice of a failure that was shown."""
+    """How every call of an implementation ends. The advice is left out, because a failure has shown it."""
     words = words.partition("; ")[0]
     if not diagnosis.GPU_ALONE.search(words) or torch.cuda.is_available():
         return words

@@ -48,8 +48,8 @@ class Loaded:
 def load_selected(names: Sequence[str]) -> list[Loaded]:
     """Loads what names and globs select, each once. Without names, loads the whole catalogue.
 
-    A missing backend of a catalogue kernel is a reason not to run, and no error. For everything else, the function
-    raises what `load` raises.
+    If the backend of a catalogue kernel is missing, the kernel does not run, and this is not an error. In all other
+    cases, the function raises what `load` raises.
     """
     if any(map(is_external, names)):
         make_importable(os.getcwd())  # as for `python -m pytest`

@@ -270,11 +270,14 @@ class Memory:
                 view = self._guarded(tensor, (batch, length + 1, heads, dim), begin)[:, :length].transpose(1, 2)
             case "columns":
                 view = self._guarded(tensor, (batch, heads, dim, length + 1), begin)[..., :length].transpose(2, 3)
+            case "cropped":
+                view = self._guarded(tensor, (batch, heads, length + 3, dim), begin)[:, :, :length]
             case "sliced":
                 view = self._guarded(tensor, (batch, heads, 2 * length, 2 * dim), begin)[:, :, ::2, ::2]
             case "expanded" | "pooled" | "summed":
+                of_heads = batch == 1 or (heads > 1 and length % 2 == 0)  # which of the two axes has a stride of 0
                 parts: dict[Layout, Callable[[], Tensor]] = {
-                    "expanded": lambda: tensor[:1] if batch > 1 else tensor[:, :1],
+                    "expanded": lambda: tensor[:, :1] if of_heads else tensor[:1],
                     "pooled": lambda: tensor[:, :, :1],
                     "summed": lambda: torch.ones_like(tensor[:1, :1, :1, :1]),
                 }

@@ -50,19 +50,19 @@ class Result:
     # Whether nothing failed, and something passed of each implementation that was selected: exit status 0.
     verified: bool
     quick: bool  # whether `quick=True` was asked for, which never counts as a whole verification
-    checks: int  # how many checks were run; one counts once for each dtype and device
-    failures: tuple[Judgement, ...]  # all that failed, in the order in which it was found
+    checks: int  # the number of checks that were run. A check counts once for each dtype and device
+    failures: tuple[Judgement, ...]  # everything that failed, in the order of the run
     # The judgement with the largest rho, by tensor and dtype. `result.worst["dq", "float16"].rho` is a number.
     worst: dict[tuple[str, str], Judgement]
-    refused: tuple[Judgement, ...]  # what the function declined with a clear exception; not a failure
-    unverified: dict[str, str]  # implementations of which nothing was verified, each with the reason
+    refused: tuple[Judgement, ...]  # what the function declined with a clear exception. This is no failure
+    unverified: dict[str, str]  # implementations without any verified check, each with the reason
     records: Path | None  # the file with the records, if one was asked for
     report: Path | None  # the first page of the report, if one was asked for
     said: tuple[str, ...] = field(default=())  # further lines of the run, such as what is not claimed
     # The last line of the run: "verified: 112 checks: 110 passed, 2 left out (nothing to judge)".
     verdict: str = ""
     forward_only: bool = False  # whether no gradient was verified in any dtype, because every backward was refused
-    again: bool = True  # whether a failure's command can repeat it: the target can be loaded by its name
+    again: bool = True  # whether the command of a failure can repeat it, because the target has a name to load it by
 
     def __bool__(self) -> bool:
         """Returns `verified`, so that `assert flashproof.verify(...)` works."""
@@ -118,7 +118,7 @@ def verify(
     - `dtypes`: only these dtypes, as names or as dtypes of torch.
     - `device`: only this device, "cpu" or "cuda".
     - `cases`: only these cases, by every check. Each is a line, as a failure names it.
-    - `quick`: a few checks and cases that find most faults, for about five seconds. It is no whole verification.
+    - `quick`: a few checks and cases that find most faults, for about five seconds. This is not a whole verification.
     - `thorough`: also the cases that all triples of levels need.
     - `search`: how long each search tries new cases ("10m"), or how many it tries ("5000"). By default 10.
     - `require`: features that must have passed, such as "backward". Without them the result is not verified.
@@ -133,7 +133,7 @@ def verify(
     without a name then runs in this process, as with `-n 0`. Nothing protects this process from a crash or a hang.
 
     Raises ValueError for what the command line would not accept, such as an unknown name; TypeError for an object that
-    is no attention function; and RuntimeError if the process of the verification itself dies.
+    is not an attention function; and RuntimeError if the process of the verification itself dies.
     """
     check_processes("auto" if processes is None else processes)
     check_seconds(time_limit)

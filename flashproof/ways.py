@@ -16,7 +16,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from flashproof.calling import GRADIENTS, Answer, Forward, Observer, Run, TensorName, forward, go_back
+from flashproof.calling import GRADIENTS, Answer, Fault, Forward, Observer, Run, TensorName, forward, go_back
 from flashproof.cases import Call, Case, Masking
 from flashproof.impls.spec import Arithmetic, Device, Implementation, Supports
 from flashproof.oracles.masks import BLOCK
@@ -76,6 +76,7 @@ class _Of:
         self.observer.spoilt()
 
 
+CALLS_BETWEEN = 4  # further calls between forward and backward, if calls are fast; a kernel may have several buffers
 CALLS_BEFORE = 4  # calls that fill the same tensors, if calls are fast; graphs are captured after the third call
 LARGEST_BATCH = 8  # a batch of up to this size is also called with one more entry
 
@@ -220,7 +221,7 @@ def _twice(implementation: Implementation, case: Case, device: str, observer: Ob
         return
     first = go_back(call, keep=True, plain=True)
     second = go_back(call, dout=other.dout, keep=True)
-    yield Computed(first, case, note="the first of two backwards of one call, looked at after the second")
+    yield Computed(first, case, note="the first of two backwards of one call, checked after the second")
     yield Computed(second, case, other, "the second of two backwards of one call")
 
 
@@ -242,14 +243,19 @@ def _two_forwards(implementation: Implementation, case: Case, device: str, obser
         forward(implementation, one, inputs(one, device), wanted=wanted(one), observer=observer)
         for one in (case, other)
     )
+    between = 0 if implementation.slow(cast(Device, device)) else CALLS_BETWEEN
+    further = [replace(case, seed=case.seed + 2 + number) for number in range(between)]
+    kept = [forward(implementation, one, inputs(one, device), wanted=wanted(one), observer=observer) for one in further]
     answers = [_answered(first), _answered(second)]
-    yield Computed(answers[0], case, note="another call ran between forward and backward")
+    del kept  # until here, all calls wait for their backward
+    words = f"{1 + between} other calls" if between else "another call"
+    yield Computed(answers[0], case, note=f"{words} ran between forward and backward")
     yield Computed(answers[1], other, note="it ran between forward and backward of another call")
 
 
 def _after_another(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
     calls = [
-        (_another(case, implementation.supports), "looked at after another call"),
+        (_another(case, implementation.supports), "checked after another call"),
         (case, "after a call of the same shape with other options"),
     ]
     if case.batch <= LARGEST_BATCH and case.sharing == "apart":
@@ -312,8 +318,8 @@ def _grown(implementation: Implementation, case: Case, device: str, observer: Ob
     first = answer(fewer, shortened(given))
     _fill(given, inputs(case, device))
     second = answer(case, given)
-    yield Computed(first, fewer, shortened(inputs(other, device)), "before a call with one key more")
-    yield Computed(second, case, note="after a call with one key less")
+    yield Computed(first, fewer, shortened(inputs(other, device)), "before a call with one more key")
+    yield Computed(second, case, note="after a call with one key fewer")
 
 
 def _accumulated(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
@@ -327,6 +333,24 @@ def _accumulated(implementation: Implementation, case: Case, device: str, observ
     go_back(first, plain=True, onto=True)
     second = forward(implementation, case, given, wanted=wanted(case), leaves=first.leaves, observer=observer)
     yield Computed(go_back(second, onto=True), case)
+
+
+def _projected(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
+    """A call with inputs that are no leaves. PyTorch lets a kernel change these in place, and so spoil other uses."""
+    changed: list[str] = []
+
+    def run(attention: Callable[..., object], leaves: tuple[Tensor, ...], keywords: dict[str, object]) -> object:
+        made = [leaf * 1 for leaf in leaves]
+        before = [tensor.detach().clone() for tensor in made]
+        returned = attention(*made, **keywords)
+        pairs = zip(("query", "key", "value"), made, before, strict=True)
+        changed.extend(name for name, tensor, as_made in pairs if not torch.equal(tensor, as_made))
+        return returned
+
+    call = forward(implementation, case, inputs(case, device), wanted=wanted(case), run=run, observer=observer)
+    if changed:
+        raise Fault(f"the call changed its {changed[0]} in place, which is the result of another operation")
+    yield Computed(_answered(call), case)
 
 
 def _two_threads(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
@@ -360,5 +384,6 @@ _SEVERAL: dict[Call, Callable[[Implementation, Case, str, Observer], Iterator[Co
     "readdressed": _renewed,
     "grown": _grown,
     "accumulated": _accumulated,
+    "projected": _projected,
     "threads": _two_threads,
 }

@@ -30,13 +30,13 @@ def parse_dtypes(words: Sequence[str]) -> list[Dtype]:
 def check_processes(word: str | int) -> None:
     """Raises ValueError unless this is a number of processes, or "auto"."""
     if str(word) != "auto" and not str(word).isdecimal():
-        raise ValueError(f"{word!r} is no number of processes; give 0, 1, 2 ... or auto")
+        raise ValueError(f"{word!r} is not a number of processes; give 0, 1, 2 ... or auto")
 
 
 def check_seconds(seconds: float | None) -> None:
     """Raises ValueError unless this is a time, or None."""
     if seconds is not None and not seconds > 0.0:  # NaN neither
-        raise ValueError(f"{seconds:g} is no time; give a number of seconds above 0")
+        raise ValueError(f"{seconds:g} is not a time; give a number of seconds above 0")
 
 
 def parse_device(word: str | None) -> Device | None:

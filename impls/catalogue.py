@@ -55,7 +55,7 @@ def load(name: str) -> Implementation:
     module, _, attribute = CATALOGUE[name].partition(":")
     found = getattr(importlib.import_module(module), attribute)
     if not isinstance(found, Implementation):
-        raise TypeError(f"{name}: {CATALOGUE[name]} is no Implementation")
+        raise TypeError(f"{name}: {CATALOGUE[name]} is not an Implementation")
     return found
 
 

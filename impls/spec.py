@@ -131,8 +131,11 @@ def arithmetic_of_flash(dtype: Dtype, device: Device) -> Arithmetic:
 
 
 def arithmetic_of_callables(dtype: Dtype, device: Device) -> Arithmetic:
-    """The assumed arithmetic of a bare callable: FlashAttention's, with weights normalised in either way."""
-    return replace(arithmetic_of_flash(dtype, device), normaliser="lse")
+    """The assumed arithmetic of a bare callable: FlashAttention's, with weights normalised in either way.
+
+    Vector code for exponentials, such as PyTorch's for CPUs, makes 2^n as 2 x 2^(n - 1) and answers 0 below 2^-125.5.
+    """
+    return replace(arithmetic_of_flash(dtype, device), normaliser="lse", exp_smallest=2.0**-125.5)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,27 +5,42 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flashproof.reports.evidence import gather
+
 PROGRAM = "python -m flashproof.reports"
 
 
 def merge(records: Sequence[Path], output: Path, program: str = PROGRAM) -> int:
     """Writes the site and prints the path of its index.
 
-    Returns the exit status. It is 0, or 2 after a line on stderr that says what is wrong: with which file, or which
-    package is not installed.
+    Records that cannot be read are left out, and a line on stderr says which and why. Files that end in .json are
+    measured speeds, from pytest-benchmark.
+
+    Returns the exit status. It is 0, or 1 if something was left out. It is 2 if nothing is left, or a package is not
+    installed; then no site is written.
     """
     if output.exists() and not output.is_dir():
         return _fail(program, f"--output {output}: is a file; give a directory")
     try:
-        from flashproof.reports.pages import write_site
+        from flashproof.reports.pages import write_pages
     except ImportError as error:
         return _fail(program, f"{error.name} is not installed; pip install 'flashproof[report]' installs it")
+    from flashproof.reports import speed
+
     try:
-        index = write_site(files_of(records), output)
+        files, damaged = files_of(records), list[str]()
+        timed = [path for path in files if path.suffix == ".json"]
+        timings = speed.latest([*speed.committed(), *(timing for path in timed for timing in speed.read(path))])
+        evidence = gather([path for path in files if path not in timed], damaged)
+        if damaged and not evidence.environments:
+            return _fail(program, "\n".join(damaged))
+        index = write_pages(evidence, output, timings, damaged)
     except (OSError, ValueError) as error:
         return _fail(program, str(error))
+    for words in damaged:
+        print(f"{program}: left out: {words}", file=sys.stderr)
     print(index)
-    return 0
+    return 1 if damaged else 0
 
 
 def files_of(places: Sequence[Path]) -> list[Path]:

@@ -1,4 +1,4 @@
-"""How close correct kernels come to each gate, as a table in Markdown.
+"""How close correct kernels come to each gate, as tables in Markdown.
 
 Run `python -m flashproof.reports.calibration RECORDS... [-o FILE]`.
 
@@ -10,27 +10,35 @@ near 1 means that a correct kernel is close to a false alarm.
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flashproof.oracles.bounds import BIAS_STANDARD_ERRORS, RMS_ALLOWANCE, RMS_STANDARD_ERRORS
-from flashproof.reports.evidence import DTYPES, TENSORS, Evidence, Judged, gather, size
+from flashproof.reports import wording
+from flashproof.reports.evidence import DTYPES, TENSORS, Evidence, Judged, Machine, gather, size
 
-HEAD = (
-    "# Calibration\n"
-    "\n"
-    "How close kernels that are right come to each gate, at their worst over every case of a run. 1 is the gate. "
-    "Made from the committed records:\n"
-    "\n"
-    "    python -m flashproof.reports.calibration reports/records/*.jsonl.gz -o docs/calibration.md\n"
-    "\n"
-    "- rho: the largest error over the bound; of float32, where two bounds gate, the larger.\n"
-    "- bias: (|bias| - {bias:g} standard errors) over its allowance; a lean is anything above 1. "
-    "Beside it the bias, its standard error and its allowance, in ulps of\n"
-    "  the output (16 bit) or over the bound (float32), the tensor and the case.\n"
-    "- rms: the root of (mean square - {rms:g} standard errors), over its allowance of {allowance:g}.\n"
-)
+HEAD = """\
+# Calibration
+
+This page shows how close right kernels come to each gate. Each figure is the largest one over all cases of a run. A
+figure above 1 is a failure or a known defect. The page is made from the committed records:
+
+    python -m flashproof.reports.calibration reports/records/*.jsonl.gz -o docs/calibration.md
+
+- *out* to *dv*: rho, the largest error over the bound. In float32, where two bounds are gates, this is the larger rho.
+- *rms*: the root of (mean square - {rms:g} standard errors), over its allowance of {allowance:g}.
+- *bias*: (|bias| - {bias:g} standard errors), over its allowance.
+
+The records are of these runs:
+
+"""
+BIASES = """
+The largest biases are these. An item has the bias, its standard error, its allowance, the tensor and the case. The unit
+of the first three is the ulp of the output in 16 bit, and the bound in float32.
+
+"""
+TITLE = "| implementation | dtype | out | lse | dq | dk | dv | rms | bias |\n|" + " --- |" * 9 + "\n"
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ class Lean:
     def __str__(self) -> str:
         found = self.judged.judgement
         return (
-            f"{self.share:.2f} | {found.bias:+.3f} ± {found.bias_error:.3f} of {found.bias_allowance:.3f}, "
+            f"{found.bias:+.3f} ± {found.bias_error:.3f}, allowance {found.bias_allowance:.3f}, "
             f"{found.tensor}, `{found.case}`"
         )
 
@@ -70,16 +78,22 @@ def share_of_rms(judged: Judged) -> float | None:
     return math.sqrt(max(0.0, size(found.rms) ** 2 - RMS_STANDARD_ERRORS * found.rms_error)) / RMS_ALLOWANCE
 
 
-def rows(evidence: Evidence) -> Iterator[str]:
-    """One line of the table for each implementation, machine and dtype with a judged rho."""
+def section(evidence: Evidence, machine: Machine) -> str:
+    """The table of a machine, and its largest biases. Empty if no rho was judged on it."""
+    rows, leans = list[str](), list[str]()
     for kernel in evidence.kernels:
-        for machine in kernel.machines:
-            for dtype in DTYPES:
-                here = [
-                    judged for judged in kernel.judged if judged.machine == machine and judged.judgement.dtype == dtype
-                ]
-                if any(judged.rho is not None for judged in here):
-                    yield f"| {kernel.name} | {machine} | {dtype} | {_rhos(here)} | {_rms(here)} | {_lean(here)} |"
+        for dtype in DTYPES:
+            here = [one for one in kernel.judged if one.machine == machine and one.judgement.dtype == dtype]
+            if all(judged.rho is None for judged in here):
+                continue
+            lean = _lean(here)
+            share = f"{lean.share:.2f}" if lean else ""
+            rows.append(f"| {kernel.name} | {dtype} | {_rhos(here)} | {_rms(here)} | {share} |\n")
+            if lean:
+                leans.append(wording.item(f"{kernel.name}, {dtype}: {lean}"))
+    if not rows:
+        return ""
+    return "".join([f"\n## {machine}\n\n", TITLE, *rows, BIASES if leans else "", *leans])
 
 
 def _rhos(judged: list[Judged]) -> str:
@@ -99,9 +113,9 @@ def _rms(judged: list[Judged]) -> str:
     return "" if largest is None else f"{largest:.2f}"
 
 
-def _lean(judged: list[Judged]) -> str:
+def _lean(judged: list[Judged]) -> Lean | None:
     leans = [Lean(share, one) for one in judged if (share := share_of_bias(one)) is not None]
-    return str(max(leans, key=lambda lean: lean.share)) if leans else " | "
+    return max(leans, key=lambda lean: lean.share, default=None)
 
 
 def table(paths: Sequence[Path]) -> str:
@@ -109,16 +123,16 @@ def table(paths: Sequence[Path]) -> str:
     evidence = gather(paths)
     head = HEAD.format(bias=BIAS_STANDARD_ERRORS, rms=RMS_STANDARD_ERRORS, allowance=RMS_ALLOWANCE)
     judging = {judged.judgement.run for kernel in evidence.kernels for judged in kernel.judged}
-    runs = "".join(
-        f"- {one.date[:10]}, {one.device}, commit {one.commit}, "
-        f"{', '.join(f'{name} {version}' for name, version in one.versions.items())}: `{one.command}`\n"
+    runs = [
+        wording.item(
+            f"{one.date[:10]}, {one.device}, commit {one.commit}, "
+            f"{', '.join(f'{name} {version}' for name, version in one.versions.items())}: `{one.command}`"
+        )
         for one in evidence.environments
         if one.run in judging
-    )
-    title = (
-        "| implementation | device | dtype | rho out | lse | dq | dk | dv | rms | bias | of which |\n|" + " --- |" * 11
-    )
-    return "\n".join([head, runs, title, *rows(evidence), ""])
+    ]
+    machines = dict.fromkeys(machine for kernel in evidence.kernels for machine in kernel.machines)
+    return "".join([head, *runs, *(section(evidence, machine) for machine in machines)])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

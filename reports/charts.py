@@ -1,373 +1,616 @@
 """The charts of the report, as static SVG.
 
-Altair describes a chart and vl-convert renders it, in this process. A chart holds no script and needs no network.
-
-Text, axes and rules take the text colour of the page (currentColor), so a chart is readable in light and dark mode.
-Series differ by shape or dash as well as by colour. If Altair or vl-convert is not installed, `missing()` says so, and
-the report shows its tables without charts.
+Each chart is drawn from the rows of a table that the page also holds. What passes, fails or is a known defect differs
+by shape as well as by colour. The classes of the elements are coloured in templates/style.css.
 """
 
-import importlib
 import math
-import re
-from collections.abc import Callable
-from html import escape
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from flashproof.reports.evidence import TENSORS, Machine, size
-from flashproof.reports.tables import Growth, Series, Sweep
+from flashproof.reports.drawing import Drawing, Point, Scale, powers
+from flashproof.reports.evidence import Judged, size
+from flashproof.reports.tables import Growth, Series, lean
+from flashproof.reports.wording import TITLES, bytes_, rho, scientific
 
-# These colours are readable on white and on near-black: their contrast is above 3 on both.
-BLUE, ORANGE, GREEN, PINK, VIOLET, BROWN = "#2f7fd1", "#d0700f", "#17957a", "#d1487f", "#8a6fd1", "#a0763a"
-PALETTE = (BLUE, ORANGE, GREEN, PINK, VIOLET, BROWN)
-SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
-BAD = "#d8433a"
-FONT = "system-ui, sans-serif"
-WIDTH = 300
-LANDMARKS = 30  # an axis shows at most this many places of both signs one by one
-FOOT = 1e-4  # a smaller rho is drawn at the foot of a chart
+FOOT, TOP = 1e-4, 1e5  # of every chart of rho: a smaller or larger rho is drawn at its edge
+ALLCLOSE = 1e-2  # the absolute tolerance that tutorials compare attention with
+SHAPES = {"passed": "circle", "failed": "triangle", "known defect": "diamond", "refused": "square"}
+MARKS = ("circle", "square", "triangle", "diamond", "cross")
 
-_TENSOR_TITLES = {"out": "out", "lse": "LSE", "dq": "dQ", "dk": "dK", "dv": "dV"}
-_AXIS_TITLES = {"queries": "queries (tokens)", "magnitude": "magnitude of the scores", "score": "score"}
+# Where exponentials overflow or underflow: the largest argument of exp in float16 and float32, the smallest one whose
+# float32 result is not 0, the largest argument of exp2 in float32, and the largest float16.
+LANDMARKS = ((-103.97, "-103.97"), (11.09, "11.09"), (88.72, "88.72"), (128.0, "128"), (65504.0, "65504"))
 
 
-def missing() -> str | None:
-    """A message such as "Altair: not installed" about the first missing package. None if no package is missing."""
-    for module, title in (("altair", "Altair"), ("vl_convert", "vl-convert")):
-        try:
-            importlib.import_module(module)
-        except ImportError:
-            return f"{title}: not installed"
-    return None
+# ---------------------------------------------------------------------------------------------- rho in small multiples
 
 
-def sweep_chart(sweep: Sweep, machine: Callable[[Machine], str], title: str, label: str, identity: str) -> Markup:
-    """A chart of rho along an axis: one panel for each dtype and machine, with the line rho = 1.
+@dataclass(frozen=True)
+class Panel:
+    """One panel: the worst judgement of a tensor in a dtype at each place of an axis."""
 
-    A rho below FOOT is drawn at the foot. A rho that is not finite is drawn as a cross at the top.
-
-    machine: gives the label of a machine, which is empty if there is only one machine.
-    label: the name of the chart for screen readers.
-    identity: a prefix for the ids inside the SVG; it must be unique on the page.
-    """
-    import altair as alt
-
-    figures = [size(judged.rho) for panel in sweep.panels for _, row in panel.rows for judged in row if judged]
-    foot, top = _decades([1.0, *figures])
-    foot, top = max(foot, FOOT), 2.0 if max(figures) <= 1 else max(top, 10.0)
-    rows: list[dict[str, object]] = []
-    for panel in sweep.panels:
-        for place, row in panel.rows:
-            for tensor, judged in zip(panel.tensors, row, strict=True):
-                if judged is None:
-                    continue
-                rho = size(judged.rho)
-                rows.append(
-                    {
-                        "panel": ", ".join(filter(None, (panel.dtype, machine(panel.machine)))),
-                        "place": place,
-                        "tensor": _TENSOR_TITLES[tensor],
-                        "rho": min(max(rho, foot), top),
-                        "finite": math.isfinite(rho),
-                        "bound": 1,
-                    }
-                )
-    tensors = [_TENSOR_TITLES[t] for t in TENSORS if any(row["tensor"] == _TENSOR_TITLES[t] for row in rows)]
-    x = _place_axis(sweep)
-    y = alt.Y(
-        "rho:Q",
-        title="rho (error / bound)",
-        scale=alt.Scale(type="log", domain=[foot, top], nice=False),
-        axis=_powers(foot, top),
-    )
-    order = list(_TENSOR_TITLES.values())
-    legend = alt.Legend(columns=5)
-    colour = alt.Color(
-        "tensor:N",
-        title=None,
-        scale=alt.Scale(domain=tensors, range=[PALETTE[order.index(t)] for t in tensors]),
-        legend=legend,
-    )
-    shape = alt.Shape(
-        "tensor:N",
-        title=None,
-        scale=alt.Scale(domain=tensors, range=[SHAPES[order.index(t)] for t in tensors]),
-        legend=legend,
-    )
-    base = alt.Chart(width=WIDTH, height=130)
-    bound = base.mark_rule(color="currentColor", strokeDash=[4, 3]).encode(y=alt.Y("max(bound):Q"))
-    line = base.mark_line(strokeWidth=1.5).encode(x=x, y=y, color=colour, detail="tensor:N")
-    points = (
-        base.transform_filter("datum.finite")
-        .mark_point(filled=True, size=42, opacity=1)
-        .encode(x=x, y=y, color=colour, shape=shape)
-    )
-    broken = (
-        base.transform_filter("!datum.finite")
-        .mark_point(shape="cross", size=90, color=BAD, filled=True, angle=45, opacity=1)
-        .encode(x=x, y=y)
-    )
-    chart = alt.layer(bound, line, points, broken, data=alt.InlineData(values=rows)).facet(
-        row=_panels(rows), title=_title(title), spacing=14
-    )
-    return _svg(chart, label, identity)
+    tensor: str
+    dtype: str
+    points: tuple[tuple[float, Judged], ...]
 
 
-def memory_chart(
-    growths: list[Growth], machine: Callable[[Machine], str], title: str, label: str, identity: str
+def multiples(
+    panels: Sequence[Panel],
+    axis: str,
+    label: str,
+    width: float = 196,
+    landmarks: bool = False,
 ) -> Markup:
-    """A chart of memory in bytes against sequence length, beside the size of the full attention matrix.
+    """Rho over an axis: a row of panels for each tensor, a column for each dtype, and one log grid for all.
 
-    Both axes are logarithmic. Zero bytes are drawn at the foot. The last four parameters are those of `sweep_chart`.
+    Each panel has the bound as a line at 1. Above it lies the range of errors that an absolute tolerance of 0.01 lets
+    pass, and below it the share of the allowed bias.
+
+    landmarks: places are drawn side by side, with the landmarks between them, and not to scale.
     """
-    import altair as alt
+    tensors = list(dict.fromkeys(panel.tensor for panel in panels))
+    dtypes = list(dict.fromkeys(panel.dtype for panel in panels))
+    left, top, height, gap = 58.0, 20.0, 74.0, 10.0
+    foot = 34.0 if landmarks else 30.0
+    drawing = Drawing(left + len(dtypes) * (width + gap), top + len(tensors) * (height + gap) - gap + foot, label)
+    places = sorted({place for panel in panels for place, _ in panel.points})
+    across = _steps(places) if landmarks or min(places) <= 0 else _log(places)
+    by_place = {(panel.tensor, panel.dtype): panel for panel in panels}
+    for column, dtype in enumerate(dtypes):
+        x = left + column * (width + gap)
+        drawing.words(x, 13, dtype, "head")
+        for row, tensor in enumerate(tensors):
+            y = top + row * (height + gap)
+            panel = by_place.get((tensor, dtype))
+            _rho_panel(drawing, panel, (x, y, width, height), across, first=column == 0, landmarks=landmarks)
+        bottom = top + len(tensors) * (height + gap) - gap
+        _foot(drawing, x, bottom, width, places, across, landmarks)
+    for row, tensor in enumerate(tensors):
+        drawing.words(2, top + row * (height + gap) + 11, TITLES[tensor], "head")
+    drawing.words(left + (len(dtypes) * (width + gap) - gap) / 2, drawing.height - 2, axis, "soft", "middle")
+    return drawing.svg()
 
-    matrix = "full attention matrix"
-    rows: list[dict[str, object]] = []
-    counts = [
-        float(count) for growth in growths for row in growth.rows for count in (row.measured_bytes, row.matrix_bytes)
+
+Across = Callable[[float], float]  # from a place to a share of the width
+
+
+def _log(places: Sequence[float]) -> Across:
+    low, high = places[0], places[-1]
+    return lambda place: 0.05 + 0.9 * (math.log(place / low) / (math.log(high / low) or 1.0))
+
+
+def _steps(places: Sequence[float]) -> Across:
+    order = {place: index for index, place in enumerate(places)}
+    return lambda place: (order[place] + 0.5) / len(order)
+
+
+def _rho_panel(
+    drawing: Drawing,
+    panel: Panel | None,
+    frame: tuple[float, float, float, float],
+    across: Across,
+    *,
+    first: bool,
+    landmarks: bool,
+) -> None:
+    x, y, width, height = frame
+    up = Scale(FOOT, TOP, y + height, y)
+    ticks = powers(FOOT, TOP, 2)
+    drawing.lines([((x, up(value)), (x + width, up(value))) for value, _ in ticks], "grid")
+    for value, name in ticks if first else []:
+        drawing.words(x - 5, up(value) + 3.5, name, "tick", "end")
+    if panel is None:
+        drawing.line((x, up(1)), (x + width, up(1)), "bound")
+        drawing.words(x + width / 2, y + height / 2 + 12, "not judged", "soft", "middle")
+        return
+    place = [(x + width * across(at), judged) for at, judged in panel.points]
+    allowed = [(at, ALLCLOSE / bound) for at, judged in place if (bound := _bound(judged))]
+    drawing.area(_down_to(up(1), [(at, min(up(1), up(limit))) for at, limit in allowed]), "hides")
+    drawing.curve([(at, up(max(limit, FOOT))) for at, limit in allowed], "loose")
+    biased = [(at, lean(judged.judgement)) for at, judged in place if judged.judgement.bias is not None]
+    drawing.area(_down_to(up(FOOT), [(at, up(max(share, FOOT))) for at, share in biased]), "lean")
+    if landmarks:
+        _landmarks(drawing, x, y, width, height, [at for at, _ in panel.points], across)
+    drawing.line((x, up(1)), (x + width, up(1)), "bound")
+    for run in _runs([(at, size(judged.rho) if size(judged.rho) >= FOOT else None) for at, judged in place]):
+        drawing.curve([(at, up(figure)) for at, figure in run], "rho")
+    for state, shape in SHAPES.items():
+        points = [(at, up(max(size(j.rho), FOOT))) for at, j in place if j.judgement.status == state]
+        if state == "passed":
+            drawing.marks("dot", points, "dots")
+        else:
+            drawing.marks(shape, points, f"mark {state.replace(' ', '-')}", 3.2)
+    worst = max((judged for _, judged in place), key=lambda judged: size(judged.rho))
+    failing = any(judged.judgement.status == "failed" for _, judged in place)
+    drawing.words(x + width, y + 9, f"max {rho(worst.rho)}", "worst halo" if failing else "tick halo", "end")
+
+
+def _down_to(foot: float, points: Sequence[Point]) -> list[Point]:
+    """The corners of the area between a line and a level below it. Empty if the line is too short or at that level."""
+    if len(points) < 2 or all(y == foot for _, y in points):
+        return []
+    return [*points, (points[-1][0], foot), (points[0][0], foot)]
+
+
+def _bound(judged: Judged) -> float:
+    """The bound at the worst element. 0 if it is not a number to divide by."""
+    bound = size(judged.judgement.worst.bound) if judged.judgement.worst else 0.0
+    return bound if bound < math.inf else 0.0
+
+
+def _landmarks(
+    drawing: Drawing, x: float, y: float, width: float, height: float, places: Sequence[float], across: Across
+) -> None:
+    found = [at for landmark, _ in LANDMARKS if (at := _between(landmark, places, across)) is not None]
+    drawing.lines([((x + width * at, y), (x + width * at, y + height)) for at in found], "landmark")
+
+
+def _between(landmark: float, places: Sequence[float], across: Across) -> float | None:
+    """The share of the width at which a landmark stands: at its place, or half way between the places around it."""
+    if landmark in places:
+        return across(landmark)
+    below = [place for place in places if place < landmark]
+    above = [place for place in places if place > landmark]
+    return (across(max(below)) + across(min(above))) / 2 if below and above else None
+
+
+def _foot(
+    drawing: Drawing, x: float, y: float, width: float, places: Sequence[float], across: Across, landmarks: bool
+) -> None:
+    if landmarks:
+        for landmark, name in LANDMARKS:
+            if (at := _between(landmark, places, across)) is not None:
+                drawing.words(x + width * at, y + 12, name, "tick", "middle")
+        return
+    last = -math.inf
+    for place in places:
+        at = x + width * across(place)
+        name = short(place)
+        if at - last > 6.4 * len(name) + 4:
+            drawing.words(at, y + 12, name, "tick", "middle")
+            last = at
+
+
+def short(value: float) -> str:
+    """A place on an axis in few letters: "16k", "1/64", "0.25"."""
+    if value >= 1024 and value % 1024 == 0:
+        return f"{value / 1024:g}k"
+    if 0 < value < 0.1 and (1 / value).is_integer():
+        return f"1/{1 / value:g}"
+    return f"{value:g}"
+
+
+# --------------------------------------------------------------------------------------------------------- plain lines
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A line of a chart. kind: a class of the style. A y of None is a gap."""
+
+    name: str
+    points: tuple[tuple[float, float | None], ...]
+    kind: str = "series"
+
+
+def lines(
+    traces: Sequence[Trace],
+    label: str,
+    axes: tuple[str, str],
+    *,
+    up: Scale,
+    ticks: Sequence[tuple[float, str]],
+    places: Sequence[tuple[float, str]],
+    logarithmic: bool = True,
+    width: float = 430,
+    height: float = 210,
+    rule: tuple[float, str] | None = None,
+) -> Markup:
+    """Lines over one axis, each with its name at its end.
+
+    axes: the titles of x and y. up: the domain of y; its pixels are set here. ticks, places: the labels of y and x.
+    rule: a line across, with its name.
+    """
+    left, top, right, foot = 62.0, 22.0, 128.0, 38.0
+    drawing = Drawing(left + width + right, top + height + foot, label)
+    up = up._replace(start=top + height, end=top)
+    xs = [x for trace in traces for x, _ in trace.points]
+    across = Scale(min(xs), max(xs), left + 8, left + width - 8, "log" if logarithmic else "linear")
+    drawing.words(left - 50, 11, axes[1], "soft")
+    for value, name in ticks:
+        drawing.line((left, up(value)), (left + width, up(value)), "grid")
+        drawing.words(left - 6, up(value) + 3.5, name, "tick", "end")
+    for value, name in places:
+        drawing.words(across(value), top + height + 14, name, "tick", "middle")
+    drawing.words(left + width / 2, top + height + 32, axes[0], "soft", "middle")
+    if rule:
+        drawing.line((left, up(rule[0])), (left + width, up(rule[0])), "bound")
+        drawing.words(left + width + 6, up(rule[0]) + 3.5, rule[1], "tick")
+    ends: list[tuple[float, str, str]] = []
+    for index, trace in enumerate(traces):
+        kind = f"{trace.kind} c{index % 6}" if trace.kind == "series" else trace.kind
+        shape = MARKS[index % len(MARKS)]
+        for run in _runs(trace.points):
+            drawing.curve([(across(x), up(y)) for x, y in run], f"line {kind}")
+            drawing.marks(shape, [(across(x), up(y)) for x, y in run], f"mark {kind}", 2.6)
+        drawing.marks("cross", [(across(x), top + 5) for x, y in trace.points if y is None], "mark broken", 3)
+        if known := [(x, y) for x, y in trace.points if y is not None]:
+            ends.append((up(known[-1][1]), trace.name, kind))
+    for y, name, kind in _apart(ends, 13, top + height + 4):
+        drawing.words(left + width + 6, y + 3.5, name, f"name {kind}")
+    return drawing.svg()
+
+
+def _runs(points: Sequence[tuple[float, float | None]]) -> list[list[Point]]:
+    runs: list[list[Point]] = [[]]
+    for x, y in points:
+        if y is None:
+            runs.append([])
+        else:
+            runs[-1].append((x, y))
+    return [run for run in runs if run]
+
+
+def _apart(ends: list[tuple[float, str, str]], least: float, bottom: float) -> list[tuple[float, str, str]]:
+    """Moves labels so that no two overlap."""
+    moved: list[tuple[float, str, str]] = []
+    for y, name, kind in sorted(ends):
+        moved.append((max(y, moved[-1][0] + least) if moved else y, name, kind))
+    if moved and (over := moved[-1][0] - bottom) > 0:
+        low = bottom
+        for index in range(len(moved) - 1, -1, -1):
+            y, name, kind = moved[index]
+            moved[index] = (min(y, low), name, kind)
+            low = moved[index][0] - least
+            if index and moved[index - 1][0] <= low:
+                break
+        del over
+    return moved
+
+
+def magnitudes(curves: Sequence[tuple[str, str, Sequence[tuple[float, Judged]]]], title: str, label: str) -> Markup:
+    """Rho of one tensor over the magnitude of the scores: a thin line for each implementation, a thick one if it fails.
+
+    curves: the name of the implementation, its state, and its judgements.
+    """
+    width, height, left, top = 330.0, 150.0, 40.0, 24.0
+    drawing = Drawing(left + width + 8, top + height + 34, label)
+    low, high = 1e-3, 10.0
+    up = Scale(low, high, top + height, top)
+    places = sorted({place for _, _, points in curves for place, _ in points})
+    across = _log(places)
+    drawing.words(left, 13, title, "head")
+    for value, name in powers(low, high):
+        drawing.line((left, up(value)), (left + width, up(value)), "grid")
+        drawing.words(left - 5, up(value) + 3.5, name, "tick", "end")
+    drawing.line((left, up(1)), (left + width, up(1)), "bound")
+    _foot(drawing, left, top + height, width, places, across, False)
+    drawing.words(left + width / 2, top + height + 30, "magnitude of the scores", "soft", "middle")
+    order = sorted(curves, key=lambda curve: curve[1] in ("failed", "known defect"))
+    for name, state, points in order:
+        kind = "rho" if state == "passed" else state.replace(" ", "-")
+        run = [(left + width * across(at), up(max(size(judged.rho), low))) for at, judged in points]
+        drawing.curve(run, f"thin {kind}")
+        bad = [
+            (left + width * across(at), up(max(size(judged.rho), low)))
+            for at, judged in points
+            if judged.judgement.status != "passed"
+        ]
+        drawing.marks(SHAPES.get(state, "circle"), bad, f"mark {kind}", 3.4)
+        if bad:
+            drawing.words(bad[0][0] + 6, bad[0][1] - 6, name, f"name {kind}")
+    return drawing.svg()
+
+
+# ------------------------------------------------------------------------------------------------------- memory, curves
+
+
+def growth(growths: Sequence[Growth], label: str) -> Markup:
+    """Memory beyond inputs and outputs over sequence length, beside that of the full attention matrix."""
+    traces = [
+        Trace(
+            f"{one.direction}, {one.dtype}",
+            tuple((float(row.length), float(max(row.measured_bytes, 1024))) for row in one.rows),
+        )
+        for one in growths
     ]
-    foot = 2.0 ** math.floor(math.log2(min([count for count in counts if count > 0], default=1.0)))
-    for growth in growths:
-        panel = ", ".join(
-            filter(None, (growth.dtype, f"{growth.heads} heads", f"dim {growth.dim}", machine(growth.machine)))
+    whole = max(growths, key=lambda one: len(one.rows))
+    traces.append(
+        Trace(
+            f"full matrix, {whole.dtype}", tuple((float(r.length), float(r.matrix_bytes)) for r in whole.rows), "whole"
         )
-        for row in growth.rows:
-            rows.append(
-                {
-                    "panel": panel,
-                    "length": row.length,
-                    "series": f"measured, {growth.direction}",
-                    "bytes": max(row.measured_bytes, foot),
-                }
+    )
+    return _bytes_chart(traces, label, "sequence length (queries = keys)")
+
+
+def traffic(traces: Sequence[Trace], label: str) -> Markup:
+    """Counted bytes over sequence length, beside the formula of the paper."""
+    return _bytes_chart(traces, label, "sequence length")
+
+
+def _bytes_chart(traces: Sequence[Trace], label: str, axis: str) -> Markup:
+    counts = [y for trace in traces for _, y in trace.points if y]
+    low, high = 2.0 ** math.floor(math.log2(min(counts))), 2.0 ** math.ceil(math.log2(max(counts) * 1.01))
+    step = max(1, round(math.log2(high / low) / 6))
+    ticks = [(2.0**power, bytes_(2**power)) for power in range(round(math.log2(low)), round(math.log2(high)) + 1, step)]
+    xs = sorted({x for trace in traces for x, _ in trace.points})
+    return lines(
+        traces,
+        label,
+        (axis, "bytes"),
+        up=Scale(low, high, 0, 0),
+        ticks=ticks,
+        places=[(x, short(x)) for x in xs],
+    )
+
+
+def curves(series: Sequence[Series], label: str) -> Markup:
+    """Named curves over one x. A cross at the upper edge stands where a value is not finite."""
+    first = series[0].curve
+    values = [y for one in series for y in one.curve.y if y]
+    low = 10.0 ** math.floor(math.log10(min(values, default=0.1)))
+    high = max(10.0 ** math.ceil(math.log10(max(values, default=1.0))), 10 * low)
+    step = max(1, round(math.log10(high / low) / 5))
+    xs = sorted({x for one in series for x in one.curve.x})
+    places = [(x, f"{x:g}") for x in (xs[0], xs[len(xs) // 2], xs[-1])]
+    traces = [
+        Trace(
+            one.curve.series,
+            tuple(
+                (x, None if y is None else max(y, low)) for x, y in sorted(zip(one.curve.x, one.curve.y, strict=True))
+            ),
+        )
+        for one in series
+    ]
+    return lines(
+        traces,
+        label,
+        (first.x_title, first.y_title),
+        up=Scale(low, high, 0, 0),
+        ticks=powers(low, high, step),
+        places=places,
+        logarithmic=False,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ histogram, heat map
+
+
+def histogram(counts: Sequence[tuple[float, int]], label: str, axis: str, rule: tuple[float, str]) -> Markup:
+    """How many cases have a largest error of so many ulps.
+
+    counts: the lower edge of each bin, each twice the one before, and its count. rule: a line, with its name.
+    """
+    width, height, left, top = 400.0, 130.0, 42.0, 20.0
+    drawing = Drawing(left + width + 12, top + height + 36, label)
+    most = max(count for _, count in counts)
+    up = Scale(0, most, top + height, top, "root")
+    step = width / len(counts)
+    for share in (0.1, 0.4, 1.0):
+        value = round(most * share)
+        drawing.line((left, up(value)), (left + width, up(value)), "grid")
+        drawing.words(left - 5, up(value) + 3.5, str(value), "tick", "end")
+    for index, (edge, count) in enumerate(counts):
+        x = left + index * step
+        if count:
+            drawing.box(
+                x + 1,
+                up(count),
+                step - 2,
+                top + height - up(count),
+                "fill rho",
+                f"from {edge:g} to {2 * edge:g} ulps: {count}",
             )
-            rows.append({"panel": panel, "length": row.length, "series": matrix, "bytes": max(row.matrix_bytes, foot)})
-    names = sorted({str(row["series"]) for row in rows} - {matrix}, reverse=True)
-    domain = [*names, matrix]
-    colours = [BLUE if name.endswith("forward") else ORANGE for name in names] + ["currentColor"]
-    shapes = ["circle" if name.endswith("forward") else "square" for name in names] + ["diamond"]
-    x = alt.X(
-        "length:Q",
-        title="sequence length (queries = keys)",
-        scale=alt.Scale(type="log", base=2),
-        axis=alt.Axis(format="d", labelOverlap="greedy", labelSeparation=6),
-    )
-    y = alt.Y(
-        "bytes:Q",
-        title="bytes",
-        scale=alt.Scale(type="log", base=2),
-        axis=alt.Axis(labelExpr=_BYTES, labelOverlap=True, tickCount=6),
-    )
-    colour = alt.Color("series:N", title=None, scale=alt.Scale(domain=domain, range=colours))
-    base = alt.Chart(width=WIDTH, height=170)
-    line = base.mark_line(strokeWidth=1.5).encode(
-        x=x,
-        y=y,
-        color=colour,
-        strokeDash=alt.condition(f"datum.series == '{matrix}'", alt.value([4, 3]), alt.value([1, 0])),
-    )
-    points = base.mark_point(filled=True, size=42, opacity=1).encode(
-        x=x, y=y, color=colour, shape=alt.Shape("series:N", title=None, scale=alt.Scale(domain=domain, range=shapes))
-    )
-    chart = alt.layer(line, points, data=alt.InlineData(values=rows)).facet(
-        row=_panels(rows), title=_title(title), spacing=14
-    )
-    return _svg(chart, label, identity)
+        if index % 2 == 0:
+            drawing.words(x, top + height + 13, short(edge), "tick", "middle")
+    at = left + step * (math.log2(rule[0] / counts[0][0]))
+    if left <= at <= left + width:
+        drawing.line((at, top - 4), (at, top + height), "bound")
+        drawing.words(at + 4, top + 4, rule[1], "tick")
+    drawing.words(left + width / 2, top + height + 31, axis, "soft", "middle")
+    return drawing.svg()
 
 
-_BYTES = (
-    "datum.value >= 1073741824 ? format(datum.value / 1073741824, '~g') + ' GiB'"
-    " : datum.value >= 1048576 ? format(datum.value / 1048576, '~g') + ' MiB'"
-    " : datum.value >= 1024 ? format(datum.value / 1024, '~g') + ' KiB' : format(datum.value, '~g') + ' B'"
-)
-
-
-def curve_chart(
-    curves: list[Series], machine: Callable[[Machine], str], title: str, label: str, identity: str
+def heat(
+    grid: Sequence[Sequence[float]], extent: tuple[int, int], label: str, axes: tuple[str, str], tiles: tuple[int, int]
 ) -> Markup:
-    """A chart of named curves over one x.
+    """The largest rho in each part of a tensor: rows down, dims across.
 
-    A curve has a gap where its value is not finite. A cross at the top edge marks each such place. The last four
-    parameters are those of `sweep_chart`.
+    extent: rows and dims of the tensor. tiles: the rows and dims of a tile; the edges of tiles are drawn.
     """
-    import altair as alt
-
-    values = [y for one in curves for y in one.curve.y if y is not None]
-    logarithmic = (
-        bool(values) and min(values) >= 0 and max(values) > 50 * min((y for y in values if y > 0), default=math.inf)
-    )
-    foot, top = (
-        _decades([y for y in values if y > 0])
-        if logarithmic
-        else (min([0.0, *values]), max(values, default=1.0) or 1.0)
-    )
-    rows: list[dict[str, object]] = []
-    names = []
-    for one in curves:
-        name = ", ".join(filter(None, (one.curve.series, machine(one.machine))))
-        names.append(name)
-        stretch = 0
-        for x, y in sorted(zip(one.curve.x, one.curve.y, strict=True), key=lambda point: point[0]):
-            stretch += y is None  # each stretch is a line of its own, so no line crosses a gap
-            rows.append(
-                {
-                    "x": x,
-                    "y": top if y is None else max(y, foot),
-                    "finite": y is not None,
-                    "series": name,
-                    "stretch": f"{name} {stretch}",
-                }
-            )
-    first = curves[0].curve
-    xs = alt.X(
-        "x:Q",
-        title=first.x_title,
-        scale=alt.Scale(zero=False, nice=False),
-        axis=alt.Axis(labelOverlap="greedy", labelSeparation=6, format="~g"),
-    )
-    scale = alt.Scale(type="log", domain=[foot, top], nice=False) if logarithmic else alt.Scale(domain=[foot, top])
-    ys = alt.Y(
-        "y:Q",
-        title=first.y_title,
-        scale=scale,
-        axis=_powers(foot, top) if logarithmic else alt.Axis(format="~g", labelOverlap=True, tickCount=5),
-    )
-    domain = list(dict.fromkeys(names))
-    colours = [PALETTE[i % len(PALETTE)] for i in range(len(domain))]
-    shapes = [SHAPES[(i + i // len(PALETTE)) % len(SHAPES)] for i in range(len(domain))]
-    colour = alt.Color("series:N", title=None, scale=alt.Scale(domain=domain, range=colours))
-    base = alt.Chart(alt.InlineData(values=rows), width=440, height=250)
-    finite, broken = base.transform_filter("datum.finite"), base.transform_filter("!datum.finite")
-    chart = alt.layer(
-        finite.mark_line(strokeWidth=1.5).encode(x=xs, y=ys, color=colour, detail="stretch:N"),
-        finite.mark_point(filled=True, size=28, opacity=1).encode(
-            x=xs,
-            y=ys,
-            color=colour,
-            shape=alt.Shape("series:N", title=None, scale=alt.Scale(domain=domain, range=shapes)),
-        ),
-        broken.mark_point(shape="cross", angle=45, size=90, filled=True, opacity=1, color=BAD).encode(x=xs, y=ys),
-    ).properties(title=_title(title))
-    return _svg(chart, label, identity)
+    left, top, cell = 60.0, 24.0, 17.0
+    width, height = cell * len(grid[0]), cell * len(grid)
+    drawing = Drawing(left + width + 150, top + height + 36, label)
+    for row, values in enumerate(grid):
+        for column, value in enumerate(values):
+            x, y = left + column * cell, top + row * cell
+            drawing.box(x, y, cell, cell, f"heat h{_heat(value)}", f"rho {value:.2g}")
+            if value > 1:
+                drawing.marks("triangle", [(x + cell / 2, y + cell / 2)], "mark over", 2.6)
+    for (size_, tile), (start, length), is_row in (
+        ((extent[0], tiles[0]), (top, height), True),
+        ((extent[1], tiles[1]), (left, width), False),
+    ):
+        if tile and size_ / tile <= 32:
+            for edge in range(tile, size_, tile):
+                at = start + length * edge / size_
+                ends = ((left, at), (left + width, at)) if is_row else ((at, top), (at, top + height))
+                drawing.line(*ends, "landmark")
+    drawing.words(left - 6, top + 10, "0", "tick", "end")
+    drawing.words(left - 6, top + height, str(extent[0] - 1), "tick", "end")
+    drawing.words(left, top + height + 13, "0", "tick", "middle")
+    drawing.words(left + width, top + height + 13, str(extent[1] - 1), "tick", "end")
+    drawing.words(left, 14, f"{axes[0]} down, {axes[1]} across", "soft")
+    for step, name in enumerate(("up to 0.01", "0.1", "0.5", "1", "2, above the bound", "more")):
+        drawing.box(left + width + 16, top + step * 18, 14, 14, f"heat h{step}")
+        drawing.words(left + width + 36, top + step * 18 + 11, name, "tick")
+    return drawing.svg()
 
 
-def _decades(figures: list[float]) -> tuple[float, float]:
-    """The lower and the upper end of the whole decades around the finite positive figures; at least one decade."""
-    logs = [math.log10(figure) for figure in figures if 0 < figure < math.inf]
-    low, high = math.floor(min(logs, default=-1.0)), math.ceil(max(logs, default=0.0))
-    return 10.0**low, 10.0 ** max(high, low + 1)
+def _heat(rho: float) -> int:
+    return sum(rho > edge for edge in (0.01, 0.1, 0.5, 1.0, 2.0))
 
 
-def _powers(foot: float, top: float) -> Any:
-    """An axis with grid lines at powers of ten, at most seven of them."""
-    import altair as alt
-
-    low, high = round(math.log10(foot)), math.floor(math.log10(top) + 1e-9)
-    return alt.Axis(
-        values=[10.0**power for power in range(low, high + 1, -(-(high - low + 1) // 7))],
-        format="~g" if low > -5 and high < 7 else "~e",
-    )
+# ------------------------------------------------------------------------------------------------------------- speeds
 
 
-def _place_axis(sweep: Sweep) -> Any:
-    """The x axis of a sweep.
-
-    Places of both signs stand side by side and not to scale if there are at most LANDMARKS. Positive places that span a
-    factor of 4 get a logarithmic axis with base 2. All others get a linear axis.
-    """
-    import altair as alt
-
-    places = [place for panel in sweep.panels for place, _ in panel.rows]
-    title = _AXIS_TITLES.get(sweep.axis, sweep.axis)
-    if min(places) < 0 < max(places) and len(set(places)) <= LANDMARKS:
-        return alt.X(
-            "place:O", title=f"{title} (landmarks, not to scale)", axis=alt.Axis(labelAngle=-90, format="~g", grid=True)
+def bars(rows: Sequence[tuple[str, float, str]], label: str, ceiling: float | None) -> Markup:
+    """A bar for each implementation. rows: its name, its TFLOP/s, and the words beside the bar."""
+    left, step, width = 150.0, 22.0, 300.0
+    most = max([value for _, value, _ in rows] + ([ceiling] if ceiling else []))
+    drawing = Drawing(left + width + 130, step * len(rows) + 24, label)
+    if ceiling:
+        drawing.line((left + width * ceiling / most, 0), (left + width * ceiling / most, step * len(rows) + 4), "bound")
+    for index, (name, value, words) in enumerate(rows):
+        y = 6 + index * step
+        drawing.words(left - 8, y + 11, name, "", "end")
+        drawing.box(left, y, max(1.0, width * value / most), 14, "fill speed")
+        drawing.words(left + width * value / most + 6, y + 11, words, "tick halo")
+    if ceiling:
+        drawing.words(
+            left + width * ceiling / most, step * len(rows) + 18, f"the chip's ceiling, {ceiling:g}", "tick", "end"
         )
-    spread = min(places) > 0 and max(places) >= 4 * min(places)
-    scale = (
-        alt.Scale(type="log", base=2, nice=False, padding=6) if spread else alt.Scale(zero=False, nice=False, padding=6)
-    )
-    return alt.X(
-        "place:Q",
-        title=title,
-        scale=scale,
-        axis=alt.Axis(labelOverlap="greedy", labelSeparation=6, format="d" if sweep.axis == "queries" else "~g"),
-    )
+    return drawing.svg()
 
 
-def _panels(rows: list[dict[str, object]]) -> Any:
-    import altair as alt
-
-    order = list(dict.fromkeys(str(row["panel"]) for row in rows))
-    header = alt.Header(
-        title=None,
-        labelOrient="top",
-        labelAnchor="start",
-        labelColor="currentColor",
-        labelFontSize=12,
-        labelFontWeight="bold",
-        labelPadding=4,
-    )
-    return alt.Row("panel:N", sort=order, header=header)
-
-
-def _title(text: str) -> Any:
-    import altair as alt
-
-    return alt.Title(text, anchor="start", fontSize=13, color="currentColor", offset=8)
-
-
-_STYLE = {
-    "aria": False,  # the SVG as a whole has a name, and the table beside it holds its figures
-    "background": "transparent",
-    "font": FONT,
-    "padding": 4,
-    "view": {"stroke": None},
-    "axis": {
-        "labelColor": "currentColor",
-        "titleColor": "currentColor",
-        "domainColor": "currentColor",
-        "tickColor": "currentColor",
-        "gridColor": "currentColor",
-        "gridOpacity": 0.13,
-        "domainOpacity": 0.5,
-        "tickOpacity": 0.5,
-        "labelFontSize": 12,
-        "titleFontSize": 12,
-        "titleFontWeight": "normal",
-        "titlePadding": 10,
-    },
-    "legend": {
-        "labelColor": "currentColor",
-        "labelFontSize": 12,
-        "labelLimit": 420,
-        "orient": "bottom",
-        "direction": "horizontal",
-        "columns": 1,
-    },
-}
+def scatter(points: Sequence[tuple[str, float, float]], label: str, axes: tuple[str, str]) -> Markup:
+    """A point with its name for each implementation. points: the name, the error and the speed."""
+    left, top, width, height = 56.0, 22.0, 430.0, 220.0
+    drawing = Drawing(left + width + 110, top + height + 40, label)
+    errors, speeds = [x for _, x, _ in points], [y for _, _, y in points]
+    across = Scale(min(errors) / 1.5, max(errors) * 1.5, left, left + width)
+    up = Scale(0, max(speeds) * 1.08, top + height, top, "linear")
+    drawing.words(left - 48, 11, axes[1], "soft")
+    step = 10.0 ** math.floor(math.log10(max(speeds)))
+    for value in [step * k for k in range(1, 11) if step * k <= max(speeds) * 1.08]:
+        drawing.line((left, up(value)), (left + width, up(value)), "grid")
+        drawing.words(left - 6, up(value) + 3.5, f"{value:g}", "tick", "end")
+    low, high = across.low, across.high
+    bases = (1, 1.5, 2, 3, 4, 5, 7) if high / low < 20 else (1, 3)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [base * 10.0**power for power in decades for base in bases]
+    last = -math.inf
+    for value in ticks:
+        if low <= value <= high and across(value) - last > 44:
+            last = across(value)
+            drawing.line((last, top), (last, top + height), "grid")
+            drawing.words(last, top + height + 14, scientific(value), "tick", "middle")
+    drawing.words(left + width / 2, top + height + 34, axes[0], "soft", "middle")
+    taken: list[Point] = []
+    for index, (name, error, speed) in enumerate(sorted(points, key=lambda point: -point[2])):
+        x, y = across(error), up(speed)
+        drawing.marks(MARKS[index % 4], [(x, y)], f"mark series c{index % 6}", 4)
+        at = y + 3.5
+        while any(abs(at - other) < 12 and abs(x - place) < 80 for place, other in taken):
+            at += 12
+        taken.append((x, at))
+        drawing.words(x + 9, at, name, "tick halo")
+    return drawing.svg()
 
 
-def _svg(chart: Any, label: str, identity: str) -> Markup:
-    """Renders a chart as SVG.
+# -------------------------------------------------------------------------------------------- the matrix of the mutants
 
-    label: the name of the chart for screen readers.
-    identity: a prefix for the ids inside the SVG, so that the charts of a page do not collide.
+
+@dataclass(frozen=True)
+class Score:
+    """A row of the matrix of mutants: a judge, and what it does with each of the specimens."""
+
+    name: str
+    figure: str
+    found: tuple[str, ...]  # "told", "alike" (the right kernel is rejected, too), "missed" or "" (not tried)
+    strong: bool = False
+
+
+def kills(
+    groups: Sequence[tuple[str, int]],
+    names: Sequence[tuple[str, str]],
+    sections: Sequence[tuple[str, Sequence[Score]]],
+    label: str,
+) -> Markup:
+    """Judges down, specimens across.
+
+    A filled cell is told from the right kernel, a pale one is rejected like the right kernel, a dot is let through, and
+    a gap was not tried. groups: the classes of faults and the number of their specimens. names: the name and address of
+    each specimen; without them, the columns lead nowhere.
     """
-    import altair as alt
-    import vl_convert
+    left, top, cell, tall, gap = 190.0, 66.0, 5.0, 13.0, 6.0
+    starts: list[float] = []
+    x = left
+    for _, count in groups:
+        for _ in range(count):
+            starts.append(x)
+            x += cell
+        x += gap
+    end = x
+    rows = sum(len(scores) for _, scores in sections)
+    height = top + rows * tall + len(sections) * 22
+    drawing = Drawing(x + 60, height, label)
+    place = 0
+    for title, count in groups:
+        drawing.words(starts[place] + count * cell / 2, top - 8, title, "tick", "start", -50)
+        place += count
+    y = top
+    for title, scores in sections:
+        drawing.words(0, y + 12, title, "head")
+        y += 18
+        for score in scores:
+            drawing.words(left - 8, y + 9.5, score.name, "strong" if score.strong else "tick", "end")
+            kind = "ours" if score.strong else "theirs"
+            at = {
+                word: [x for x, one in zip(starts, score.found, strict=True) if one == word]
+                for word in ("told", "alike", "missed")
+            }
+            drawing.boxes([(x, y + 1) for x in at["told"]], cell - 0.8, tall - 3, f"fill {kind}")
+            drawing.boxes([(x, y + 4.5) for x in at["alike"]], cell - 0.8, 3, "fill alike")
+            if names:
+                drawing.boxes([(x + 1.4, y + tall / 2 - 1) for x in at["missed"]], 1.4, 1.4, "fill missed")
+            drawing.words(end, y + 9.5, score.figure, "strong" if score.strong else "tick")
+            y += tall
+        y += 4
+    for start, (name, address) in zip(starts, names, strict=False):
+        drawing.link(address, name, start, top, cell, height - top)
+    return drawing.svg()
 
-    spec = chart.to_dict(validate=False) | {"config": _STYLE}
-    version = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
-    known = vl_convert.get_vegalite_versions()
-    svg: str = vl_convert.vegalite_to_svg(spec, vl_version=version if version in known else known[-1])
-    svg = re.sub(r'\bid="', f'id="{identity}-', svg)
-    svg = svg.replace("url(#", f"url(#{identity}-").replace('href="#', f'href="#{identity}-')
-    return Markup(f'<svg role="img" aria-label="{escape(label)}"' + svg.removeprefix("<svg"))
+
+# ----------------------------------------------------------------------------------------------------- the explanation
+
+
+def number_line(exact: float, got: float, bound: float, ulp: float, label: str) -> Markup:
+    """The worked example: the exact result, the numbers of the dtype around it, the bound and the answer."""
+    width, height, left = 640.0, 150.0, 30.0
+    drawing = Drawing(width + 2 * left, height, label)
+    reach = 1.35 * max(bound, abs(got - exact))
+    across = Scale(exact - reach, exact + reach, left, left + width, "linear")
+    y = 84.0
+    drawing.box(across(exact - bound), y - 26, across(exact + bound) - across(exact - bound), 52, "fill allowed")
+    drawing.line((left, y), (left + width, y), "axis")
+    first = math.ceil((exact - reach) / ulp)
+    count = math.floor((exact + reach) / ulp) - first + 1
+    stride = max(1, count // 160)
+    for index in range(0, count, stride):
+        at = across((first + index) * ulp)
+        drawing.line((at, y - 5), (at, y + 5), "axis")
+    drawing.line((across(exact), y - 40), (across(exact), y + 26), "exact")
+    drawing.words(across(exact), y - 45, "exact result", "head", "middle")
+    failing = abs(got - exact) > bound
+    drawing.marks(
+        "triangle" if failing else "circle", [(across(got), y)], f"mark {'failed' if failing else 'passed'}", 5
+    )
+    drawing.words(across(got), y - 14, "answer", "worst" if failing else "head", "middle")
+    drawing.line((across(exact - bound), y + 36), (across(exact + bound), y + 36), "axis")
+    for side in (exact - bound, exact + bound):
+        drawing.line((across(side), y + 31), (across(side), y + 41), "axis")
+    drawing.words(across(exact), y + 54, f"allowed by its arithmetic: \u00b1{number_of(bound)}", "tick", "middle")
+    return drawing.svg()
+
+
+def number_of(value: float) -> str:
+    """A small number with two digits."""
+    return f"{value:.2g}"
 
 
 def places(value: float) -> str:
-    """A place on an axis, as the table beside the chart shows it."""
+    """A place on an axis, as a table shows it."""
     return f"{value:,.0f}" if value == int(value) and abs(value) < 1e7 else f"{value:.6g}"

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -171,28 +171,51 @@ def gather(paths: Iterable[Path], damaged: list[str] | None = None) -> Evidence:
     a line that is not a record, a date that is not ISO 8601, a curve with unequal numbers of x and y, and a run that
     has no environment or two different ones.
     """
-    records: list[tuple[Path, Record]] = []
-    for path in {path.resolve(): path for path in paths}.values():  # each file once, under its given name
+    environments: dict[str, Environment] = {}
+    files: list[tuple[Path, list[Record]]] = []
+
+    def taken(path: Path, step: Callable[[], None]) -> None:
+        """Takes a step for a file. If it fails, the file is left out."""
         try:
-            of_file = list(read(path))
-            if not of_file:
-                raise ValueError(f"{path}: holds no records")
+            step()
         except (OSError, ValueError) as error:
             if damaged is None:
                 raise
             damaged.append(str(error))
-            continue
-        records += [(path, record) for record in of_file]
-    environments: dict[str, Environment] = {}
-    for path, record in records:
+            files[:] = [(other, records) for other, records in files if other != path]
+
+    def read_whole(path: Path) -> None:
+        records = list(read(path))
+        if not records:
+            raise ValueError(f"{path}: holds no records")
+        environments.update(_environments(path, records, environments))
+        files.append((path, records))
+
+    for path in {path.resolve(): path for path in paths}.values():  # each file once, under its given name
+        taken(path, partial(read_whole, path))
+    for path, records in list(files):
+        taken(path, partial(_check, path, records, environments))
+    return _merged([record for _, records in files for record in records], environments)
+
+
+def _environments(path: Path, records: list[Record], before: dict[str, Environment]) -> dict[str, Environment]:
+    """The environments of a file by their run. Raises ValueError if one is not valid or not the one of its run."""
+    own: dict[str, Environment] = {}
+    for record in records:
         if isinstance(record, Environment):
             _date(record, path)
-            if environments.setdefault(record.run, record) != record:
+            if (before | own).get(record.run, record) != record:
                 raise ValueError(
                     f"{path}: the environment of run {record.run!r} differs from the one already read; "
                     "runs need names of their own"
                 )
-    for path, record in records:
+            own[record.run] = record
+    return own
+
+
+def _check(path: Path, records: list[Record], environments: dict[str, Environment]) -> None:
+    """Raises ValueError for a curve with unequal numbers of x and y, and for a run without an environment."""
+    for record in records:
         if isinstance(record, Curve) and len(record.x) != len(record.y):
             raise ValueError(
                 f"{path}: the curve {record.series!r} of chart {record.chart!r} "
@@ -203,7 +226,6 @@ def gather(paths: Iterable[Path], damaged: list[str] | None = None) -> Evidence:
                 f"{path}: run {record.run!r} has no environment record; "
                 "the first line of a run describes where it took place"
             )
-    return _merged([record for _, record in records], environments)
 
 
 def _date(environment: Environment, path: Path | str = "") -> datetime:

@@ -1,8 +1,8 @@
 """`python -m flashproof.reports.github RECORDS` tells GitHub Actions what a run found.
 
 It writes a summary in Markdown, which GitHub shows on the page of the workflow run. The summary gives the verdict, then
-the failures, the worst first. It prints annotations, which GitHub shows beside the source of the kernel. It also takes
-the records of a run that died, or none.
+the failures, the worst first. It prints annotations, which GitHub shows beside the source of the kernel. It also
+accepts the records of a run that died, and a run without records.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from flashproof.reports.evidence import DTYPES, TENSORS, size, worst_rho
 from flashproof.reports.record import Absence, Claim, Environment, Judgement, Record, read
 
 LIMIT = 1_000_000  # bytes of a summary; GitHub takes 1 MiB from a step
-ANNOTATIONS = 10  # GitHub shows so many errors of a step
-IN_FULL = 3  # failed checks that are told in full
+ANNOTATIONS = 10  # GitHub shows at most this many errors of a step
+IN_FULL = 3  # failed checks that are shown in full
 ROWS = 50  # of a table
 KERNELS = 20  # implementations whose figures have a table
 BLOCK = 4_000  # characters of a text that is shown as it is
@@ -62,18 +62,18 @@ class Found:
 
 
 def _badness(judgement: Judgement) -> float:
-    """How bad a failure is. One without a figure, such as a crash, is as bad as an infinite error."""
+    """How bad a failure is. A failure without a figure, such as a crash, is as bad as an infinite error."""
     worst = judgement.rms if judgement.rho is None else worst_rho(judgement)
     return size("inf" if worst is None else worst)
 
 
 def worst_of(group: Sequence[Judgement]) -> Judgement:
-    """The worst of several judgements, and of equal ones the first."""
+    """The worst of several judgements. If several are equally bad, it is the first of them."""
     return max(group, key=_badness)
 
 
 def collect(paths: Iterable[Path]) -> Found:
-    """Reads record files. A file that cannot be read is a problem that is told, and not an error."""
+    """Reads record files. A file that cannot be read is noted as a problem, and raises no error."""
     found = Found()
     for path in paths:
         try:
@@ -155,7 +155,7 @@ def _failures(found: Found) -> Iterator[str]:
 
 
 def _told(group: Sequence[Judgement]) -> str:
-    """The worst failure of a check, and what the first one says: it alone says which other question is answered."""
+    """The worst failure of a check, and the message of the first. Only the first names an answered question."""
     first, worst = group[0], worst_of(group)
     text = wording.failure_block(worst)
     if others := len(group) - 1:
@@ -262,7 +262,7 @@ def _text(words: str) -> str:
 
 
 def _code(words: str) -> str:
-    """A text as code, in one line, that may stand in a table."""
+    """A text as code in one line, also for a cell of a table."""
     text = _short(words, BLOCK)
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     space = " " if text.startswith("`") or text.endswith("`") else ""
@@ -304,9 +304,9 @@ def annotations(found: Found, log: str = "", workspace: Path | None = None) -> I
 
 
 def place_of(judgement: Judgement, root: Path) -> tuple[str, int] | None:
-    """The file, from the root of the repository, and the line that a failure is about.
+    """The file (relative to the root of the repository) and the line of a failure.
 
-    It is the line that the message names, or else the line that defines the kernel. None if the file is not in the
+    This is the line that the message names, or else the line that defines the kernel. None if the file is not in the
     repository.
     """
     for match in _PLACE.finditer(judgement.message):
@@ -331,13 +331,13 @@ def _files(place: str) -> Iterator[Path]:
 
 
 def _inside(path: Path, root: Path) -> str:
-    """A file from the root of the repository. Empty if there is no such file in it."""
+    """The path of a file, relative to the root of the repository. Empty if the repository has no such file."""
     whole = path.resolve()
     return whole.relative_to(root).as_posix() if whole.is_file() and whole.is_relative_to(root) else ""
 
 
 def _line(path: Path, attribute: str) -> int:
-    """The line that defines an attribute of a module, or 1. The module is read and not run."""
+    """The line that defines an attribute of a module, or 1. This reads the module and does not run it."""
     try:
         body = ast.parse(path.read_bytes()).body
     except (OSError, SyntaxError, ValueError):

@@ -141,9 +141,30 @@ def scores(mutation: Mutation, table: list[Row]) -> tuple[Score, list[Score], li
     )
 
 
+def telling(judge: Judge, table: list[Row]) -> dict[str, str]:
+    """What a judge does with each specimen that is a mutant.
+
+    "told": it rejects the mutant in a dtype in which it accepts the original kernel. "alike": it rejects both.
+    "missed": it lets the mutant through. "": it was not tried.
+    """
+    right = _right(judge, table)
+    found = {}
+    for row in table:
+        if row.specimen.kind == "mutant":
+            cell = row.cells[key(judge)]
+            told = set(cell.dtypes) - set(_original(row, right).dtypes)
+            word = "told" if told else "alike" if cell.dtypes else "missed" if cell.tried else ""
+            found[row.specimen.name] = word
+    return found
+
+
+def _right(judge: Judge, table: list[Row]) -> dict[str, Cell]:
+    return {row.specimen.name: row.cells[key(judge)] for row in table if row.specimen.kind != "mutant"}
+
+
 def _score(judge: Judge, table: list[Row]) -> Score:
     counted = [row for row in table if row.counts]
-    right = {row.specimen.name: row.cells[key(judge)] for row in table if row.specimen.kind != "mutant"}
+    right = _right(judge, table)
     return Score(
         judge=judge,
         killed=sum(bool(row.cells[key(judge)].dtypes) for row in counted),

@@ -71,7 +71,18 @@ class Element(msgspec.Struct, kw_only=True, frozen=True):
     exact: float | str  # the exact result
     error: float | str  # the absolute difference of the two
     bound: float | str  # the largest error that the claimed arithmetic allows
-    note: str = ""  # what its row looks like: "the query sees 518 keys; the largest weight is 99.8 %"
+    note: str = ""  # the properties of its row: "the query sees 518 keys; the largest weight is 99.8 %"
+
+
+class Grid(msgspec.Struct, kw_only=True, frozen=True):
+    """Where in a tensor the errors lie: the largest rho in each part, over all batch entries and heads.
+
+    The rows (queries or keys) and the columns (dims) are cut into at most 16 equal parts each.
+    """
+
+    rows: int  # of the tensor
+    columns: int
+    rho: list[list[float | str]]
 
 
 class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
@@ -88,7 +99,7 @@ class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
     case: str  # the line that rebuilds the case
     dtype: str  # of query, key and value: "float16"
     device: Literal["cpu", "cuda"]  # where the kernel ran
-    status: Status  # what came of it
+    status: Status  # the result of the case
     tensor: TensorName | None = None  # the tensor that was judged. None if it was a property or a fault of the kernel
     # The largest error / deterministic bound. "nan" and "inf" are text; `float` reads them.
     rho: float | str | None = None
@@ -98,7 +109,7 @@ class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
     # (16 bit; the report calls it ulp) or the mean bound (float32). `oracles.verdict.Bias` defines it.
     bias: float | None = None
     bias_error: float | None = None  # the standard error of bias
-    bias_allowance: float | None = None  # the bias may be so large, and four standard errors more
+    bias_allowance: float | None = None  # the largest |bias| - 4 bias_error that passes
     rms: float | str | None = None  # root mean square of the errors / its expectation for the claimed arithmetic
     rms_error: float | None = None  # the standard error of the square of rms
     # The largest error, in units in the last place of the largest exact number of the tensor. None for the LSE.
@@ -107,12 +118,13 @@ class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
     # bound on its error. "sampled": the same, and rows were compared with balls.
     certainty: Certainty | None = None
     worst: Element | None = None  # the element with the largest rho
+    grid: Grid | None = None  # of a failure with a rho
     seconds: float = 0.0  # how long the call took, with its backward
-    message: str = ""  # of a failure, refusal or known defect: a sentence that adds to the figures
-    # Of a failure: the other question that the answer does answer, "this is the answer without the causal mask".
+    message: str = ""  # the words of a failure, refusal or known defect, beside its figures
+    # The other question that a failed answer fits: "this is the answer without the causal mask".
     question: str = ""
-    link: str = ""  # of a known defect: the address of its report
-    of_every_call: bool = False  # of a failure or refusal: every call ends like this, for every case
+    link: str = ""  # the address of the report of a known defect
+    of_every_call: bool = False  # whether every call for every case ends with this failure or refusal
     axes: dict[str, float] = {}  # the place of the case in a sweep: {"queries": 1024, "magnitude": 8.0, "score": 88.5}
 
 
@@ -296,7 +308,7 @@ def read(path: Path) -> Iterator[Record]:
     """The records of a file, in order. A file whose name ends in .gz is unpacked.
 
     An incomplete last line is skipped. Raises OSError if the path is not a file. Raises ValueError, which names the
-    file, for a file that cannot be unpacked and for a line that is not a record; for a line it also names the line.
+    file and the line, for a file that cannot be unpacked to its end and for a line that is not a record.
     """
     if not path.is_file():
         raise OSError(f"{path}: {'is a directory; name the record files in it' if path.is_dir() else 'no such file'}")
@@ -304,7 +316,8 @@ def read(path: Path) -> Iterator[Record]:
     try:
         lines = (gzip.decompress(content) if path.suffix == ".gz" else content).split(b"\n")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:  # EOFError if the file was cut off
-        raise ValueError(f"{path}: cannot be unpacked ({error})") from error
+        intact = _unpacked(content).count(b"\n")
+        raise ValueError(f"{path}, line {intact + 1}: cannot be unpacked any further ({error})") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -314,3 +327,15 @@ def read(path: Path) -> Iterator[Record]:
             if number == len(lines):  # no newline follows: the writer died in the middle of the line
                 return
             raise ValueError(f"{path}, line {number}: not a record of flashproof ({error})") from error
+
+
+def _unpacked(content: bytes) -> bytes:
+    """As much of a damaged gzip file as can be unpacked."""
+    unpacking = zlib.decompressobj(wbits=31)
+    whole = b""
+    try:
+        for start in range(0, len(content), 4096):
+            whole += unpacking.decompress(content[start : start + 4096])
+    except zlib.error:
+        pass
+    return whole

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from flashproof.reports.evidence import DTYPES, TENSORS, Evidence, Judged, Kernel, Machine, dtype_order, severity, size
+from flashproof.reports.evidence import TENSORS, Judged, Kernel, Machine, dtype_order, severity, size
 from flashproof.reports.record import Curve, Judgement, Memory
 from flashproof.reports.wording import plural, rho
 
@@ -24,7 +24,7 @@ STATES: dict[State, str] = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------------- the matrix
+# ------------------------------------------------------------------------------------------------------------ states
 
 
 @dataclass(frozen=True)
@@ -40,58 +40,6 @@ class Cell:
     @property
     def rho(self) -> str:
         return "" if self.worst is None or self.worst.rho is None else rho(self.worst.rho)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the matrix.
-
-    span: how many lines the machine has, in its first line; 0 in the others.
-    cells: one for each check.
-    nothing: stands for all of `cells` if none has a judgement and all have the same state; else None.
-    """
-
-    machine: Machine
-    span: int
-    dtype: str
-    cells: tuple[Cell, ...]
-    nothing: Cell | None
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """The matrix of implementations by checks.
-
-    layers: the groups of columns, each with its name and its number of checks.
-    """
-
-    layers: tuple[tuple[str, int], ...]
-    checks: tuple[str, ...]
-    rows: tuple[tuple[Kernel, tuple[Row, ...]], ...]
-
-
-def matrix(evidence: Evidence) -> Matrix:
-    """The matrix: a line for each implementation, machine and dtype, and a column for each check."""
-    layers = Counter(check.partition("/")[0] for check in evidence.checks)
-    rows = []
-    for kernel in evidence.kernels:
-        own = {judged.judgement.dtype for judged in kernel.judged}
-        dtypes = [dtype for dtype in evidence.dtypes or DTYPES if dtype in DTYPES or dtype in own]
-        lines = [
-            _row(kernel, machine, 0 if line else len(dtypes), dtype, evidence.checks)
-            for machine in kernel.machines
-            for line, dtype in enumerate(dtypes)
-        ]
-        rows.append((kernel, tuple(lines)))
-    return Matrix(tuple(layers.items()), evidence.checks, tuple(rows))
-
-
-def _row(kernel: Kernel, machine: Machine, span: int, dtype: str, checks: tuple[str, ...]) -> Row:
-    cells = tuple(cell(kernel, machine, dtype, check) for check in checks)
-    states, notes = {c.state for c in cells}, {c.note for c in cells}
-    alike = len(states) == 1 and not any(c.cases for c in cells)
-    nothing = Cell(cells[0].state, note=notes.pop() if len(notes) == 1 else "") if alike else None
-    return Row(machine, span, dtype, cells, nothing)
 
 
 def cell(kernel: Kernel, machine: Machine, dtype: str, check: str) -> Cell:
@@ -188,71 +136,6 @@ def lean(judgement: Judgement) -> float:
     return size(judgement.bias) / allowed if allowed else size(judgement.bias)
 
 
-@dataclass(frozen=True)
-class LargestRow:
-    """The largest figures of one implementation on one machine, by dtype."""
-
-    kernel: Kernel
-    machine: Machine
-    by_dtype: dict[str, Largest]
-
-
-def largest_rows(evidence: Evidence) -> list[LargestRow]:
-    """The largest rho and bias of each implementation, machine and dtype."""
-    rows = []
-    for kernel in evidence.kernels:
-        for machine in kernel.machines:
-            own = [j for j in kernel.judged if j.machine == machine]
-            if any(j.rho is not None or j.judgement.bias is not None for j in own):
-                rows.append(
-                    LargestRow(
-                        kernel,
-                        machine,
-                        {dtype: largest(j for j in own if j.judgement.dtype == dtype) for dtype in evidence.dtypes},
-                    )
-                )
-    return rows
-
-
-@dataclass(frozen=True)
-class ByTensor:
-    """The largest figures on one machine: a row for each tensor, and a column for each dtype."""
-
-    machine: Machine
-    dtypes: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[Largest, ...]], ...]
-
-    @property
-    def has_rho(self) -> bool:
-        return any(largest.rho for _, row in self.rows for largest in row)
-
-    @property
-    def has_bias(self) -> bool:
-        return any(largest.bias for _, row in self.rows for largest in row)
-
-
-def by_tensor(kernel: Kernel) -> list[ByTensor]:
-    """The largest rho and bias by dtype and tensor: one table for each machine."""
-    tables = []
-    for machine in kernel.machines:
-        own = [j for j in kernel.judged if j.machine == machine and j.judgement.tensor is not None]
-        dtypes = tuple(sorted({j.judgement.dtype for j in own}, key=dtype_order))
-        tensors = [tensor for tensor in TENSORS if any(j.judgement.tensor == tensor for j in own)]
-        rows = tuple(
-            (
-                tensor,
-                tuple(
-                    largest(j for j in own if (j.judgement.tensor, j.judgement.dtype) == (tensor, dtype))
-                    for dtype in dtypes
-                ),
-            )
-            for tensor in tensors
-        )
-        if rows:
-            tables.append(ByTensor(machine, dtypes, rows))
-    return tables
-
-
 def worst_cases(kernel: Kernel, count: int = 3) -> list[Judged]:
     """The worst judgements that have a rho: at most `count` of each machine and dtype.
 
@@ -329,6 +212,22 @@ def sweep(kernel: Kernel, axis: str) -> Sweep | None:
     return Sweep(
         axis, tuple(panels), checks, tuple(Counter(j.judgement.certainty or "not labelled" for j in used).most_common())
     )
+
+
+def places(kernel: Kernel, machine: Machine, tensor: str, dtype: str, axis: str) -> list[tuple[float, Judged]]:
+    """The worst judgement of a tensor at each place of an axis, in order."""
+    worst: dict[float, Judged] = {}
+    for judged in kernel.judged:
+        one = judged.judgement
+        if (
+            (one.tensor, one.dtype, judged.machine) == (tensor, dtype, machine)
+            and axis in one.axes
+            and judged.rho is not None
+        ):
+            place = one.axes[axis]
+            if place not in worst or severity(judged) > severity(worst[place]):
+                worst[place] = judged
+    return sorted(worst.items(), key=lambda pair: pair[0])
 
 
 def axes(kernel: Kernel) -> list[str]:

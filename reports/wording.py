@@ -3,6 +3,8 @@
 import math
 import re
 import shlex
+import textwrap
+from collections.abc import Iterable
 from hashlib import sha256
 
 from flashproof.reports.evidence import size, worst_rho
@@ -44,7 +46,7 @@ def scientific(value: float | str, digits: int = 2) -> str:
     """A number such as 3.1e-2, with no zero before its exponent. From 0.1 to 1000 it has no exponent."""
     value = float(value)
     if not math.isfinite(value) or value == 0 or 0.1 <= abs(value) < 1000:
-        return "0" if value == 0 else f"{value:.{digits}g}"
+        return "0" if value == 0 else f"{float(f'{value:.{digits}g}'):g}" if abs(value) >= 1 else f"{value:.{digits}g}"
     mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
     return f"{mantissa}e{int(exponent)}"
 
@@ -182,6 +184,79 @@ def covered(found: Covered) -> str:
         f"{pairs} {found.possible_pairs} pairs of levels and {share:.0f} % of the triples in {found.cases} cases"
         + "".join(f"; {words}" for words in left_out)
     )
+
+
+def item(text: str) -> str:
+    """An item of a list in Markdown, in lines of at most 120 columns. Code in backticks stays together if it fits."""
+    kept = re.sub(r"`[^`]{,110}`", lambda code: code[0].replace(" ", "\0"), f"- {text}")
+    lines = textwrap.wrap(kept, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("\0", " ") + "\n"
+
+
+TITLES = {"out": "out", "lse": "LSE", "dq": "dQ", "dk": "dK", "dv": "dV"}
+
+
+def tensor(judgement: Judgement) -> str:
+    """The name of the judged tensor: "dV". Of a property, the name of its check."""
+    return TITLES[judgement.tensor] if judgement.tensor else judgement.check
+
+
+def short_name(name: str) -> str:
+    """The name of an implementation without the folders or the module before it: "mine.py:attention"."""
+    place, colon, attribute = name.rpartition(":")
+    file = place.rpartition("/")[2]
+    return f"{file}{colon}{attribute}" if file.endswith(".py") else attribute or name
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names as a list in a sentence: "a, b and c"."""
+    every = list(names)
+    return " and ".join(filter(None, [", ".join(every[:-1]), *every[-1:]]))
+
+
+def leans(judgement: Judgement) -> bool:
+    """Whether the bias is larger than it may be: than the allowance and four standard errors."""
+    allowed = (judgement.bias_allowance or 0.0) + 4.0 * (judgement.bias_error or 0.0)
+    return judgement.bias is not None and abs(judgement.bias) > allowed > 0.0
+
+
+def reason(judgement: Judgement) -> str:
+    """Why a judgement failed, as a sentence without its end: "dV in bfloat16 is 1.7 times as far off as allowed"."""
+    about = f"{tensor(judgement)} in {judgement.dtype}" if judgement.dtype else tensor(judgement)
+    worst = worst_rho(judgement)
+    if size(worst) == math.inf:
+        return f"{about} is not finite where the exact result is"
+    if size(worst) > 1:
+        return f"{about} is {rho(worst)} times as far off as its arithmetic allows"
+    if leans(judgement):
+        return f"the errors of {about} lean to one side: {bias_line(judgement)}"
+    if judgement.rms is not None:
+        return (
+            f"the root mean square of the errors of {about} is {number(judgement.rms)} times what its arithmetic makes"
+        )
+    message = judgement.message.strip().partition("\n")[0].rstrip(".")
+    return f"{about} does not hold" + (f": {message}" if message else "")
+
+
+def short_reason(judgement: Judgement) -> str:
+    """The figure of a judgement in a few letters: its rho, "bias", "rms 1.9", "ok", "no" or "fault"."""
+    worst = worst_rho(judgement)
+    if judgement.status in ("refused", "passed"):
+        return "refused" if judgement.status == "refused" else "ok" if worst is None else rho(worst)
+    if size(worst) > 1:
+        return "∞" if size(worst) == math.inf else rho(worst)
+    if leans(judgement):
+        return "bias"
+    if worst is None and judgement.rms is not None:
+        return f"rms {number(judgement.rms)}"
+    if worst is None:
+        return "fault" if judgement.check.startswith(("accuracy/", "gradients/")) else "no"
+    return rho(worst)
+
+
+def sentence(text: str) -> str:
+    """The text with a capital first letter."""
+    return text[:1].upper() + text[1:]
 
 
 def plural(count: int, noun: str) -> str:

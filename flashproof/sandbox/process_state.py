@@ -111,7 +111,7 @@ def left_alone() -> Generator[list[str], None, None]:
     finally:
         for (name, stream), (number, copy) in zip(streams.items(), copies.items(), strict=True):
             if guards[name].was_closed or getattr(sys, name) is not guards[name] or not _is_open(number):
-                changed.append(f"{name} (closed, or another)")
+                changed.append(f"{name} (closed or replaced)")
                 os.dup2(copy, number)
             setattr(sys, name, stream)
             os.close(copy)

@@ -302,7 +302,7 @@ struct Worker {
     }
 
     // Computes and stores the output and the LSE of this worker's 64 queries of a piece of work.
-    DEVICE void attend(const Problem& problem, const Work& work, const Output& out, float* lse) {
+    DEVICE void attend(const Problem& problem, const Work& work, const Output& out, Global<float> lse) {
         const int first_query = work.first_query + index * ROWS;
         // `needed` tiles of keys are seen by some of the worker's queries, and `whole` tiles are seen by all of them
         // completely. Another worker of the block may need more tiles. These come first, and this worker skips them.
@@ -361,8 +361,8 @@ struct Worker {
 
     // Divides by the sums of the weights, and stores the output and the LSE. A row that sees no key has maximum -inf
     // and total 0. Its LSE is -inf, and its output is 0.
-    static DEVICE void store(const Problem& problem, const Work& work, const Output& out, float* lse, int first_row,
-                             const float (&o)[DIM / 2], const Rows& rows) {
+    static DEVICE void store(const Problem& problem, const Work& work, const Output& out, Global<float> lse,
+                             int first_row, const float (&o)[DIM / 2], const Rows& rows) {
         UNROLL
         for (int r = 0; r < 2; ++r) {
             const int query = first_row + 8 * r;
@@ -389,9 +389,9 @@ struct Worker {
 // the same time need separate counters.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     forward(const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
-            const __grid_constant__ TensorMap value, const __grid_constant__ Output out, float* lse,
+            const __grid_constant__ TensorMap value, const __grid_constant__ Output out, Global<float> lse,
             const __grid_constant__ Problem problem, int* counter) {
-    extern __shared__ __align__(1024) char shared[];
+    char* const shared = shared_memory();
     const Address memory = static_cast<Address>(__cvta_generic_to_shared(shared));
     const int warpgroup = __shfl_sync(ALL, threadIdx.x / 128, 0);
     const int count = problem.batches * problem.heads * problem.tiles;
@@ -457,3 +457,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     }
 }
+EXPORT(forward)

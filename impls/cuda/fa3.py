@@ -4,14 +4,14 @@ The algorithms are in `fa3.cu` and `fa3_backward.cu`. Their primitives are in `h
 torch, `flashproof::cuda_fa3_forward` and `flashproof::cuda_fa3_backward`, launch the kernels. torch.compile supports
 such operators.
 
-The CPU twin does not know the copy engine (TMA) and warpgroup products (wgmma) yet. So these kernels run only on a
-Hopper GPU. On other machines only their compilation is checked.
+The kernels run on Hopper GPUs. On a machine without a GPU they run on the CPU twin (`twin_hopper.h`).
 """
 
 import ctypes
 import functools
 import math
 import re
+import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -34,9 +34,11 @@ from flashproof.impls.spec import (
 )
 
 TARGETS = ("sm_90a",)  # the targets of the compilation; "a" adds wgmma and setmaxnreg
-TWIN = "CPU twin: it does not know TMA and wgmma yet, of which cuda.fa3 is made"
 L2_BYTES = 32 << 20  # bytes of the tensors that blocks read at the same time: two thirds of the L2 cache
-PROCESSORS = 132  # multiprocessors that are assumed if there is no GPU: those of an H200
+PROCESSORS = 132  # the assumed number of multiprocessors if there is no GPU: that of an H200
+TWIN_BLOCKS = (
+    2  # the blocks of a forward on the twin. The first does nearly all work, so its rings go round many times.
+)
 
 # ---------------------------------------------------------------------------------------------------------------- tiles
 
@@ -199,9 +201,18 @@ class Boxes:
     def encoded(self) -> TensorMap:
         """The TensorMap. Raises CudaError if the driver refuses the tensor."""
         tensor = self.tensor
+        if launching.on_twin(tensor):
+            return self._described()
         return _encoded(
             tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype == torch.bfloat16, self.rows
         )
+
+    def _described(self) -> TensorMap:
+        """The same for the twin: `Description` of twin_hopper.h."""
+        strides = [self.tensor.itemsize * stride for stride in self.tensor.stride()]
+        sizes = reversed(self.tensor.shape)
+        described = struct.pack("=Q3q5i", self.tensor.data_ptr(), *reversed(strides[:3]), *sizes, self.rows)
+        return TensorMap.from_buffer_copy(described.ljust(128, b"\0"))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -274,8 +285,9 @@ class HopperLaunch(Launch):
     def run(self) -> None:
         """Starts the kernel on the device of its tensors, on torch's current stream. Raises CudaError."""
         device = self.tensors[0].device
-        if device.type != "cuda":
-            raise CudaError(f"{missing('cpu')}; tensors on a Hopper GPU would do, of {self}")
+        if launching.on_twin(self.tensors[0]):
+            Launch.run(replace(self, arguments=self._encoded()))
+            return
         from cuda.bindings import driver
 
         with torch.cuda.device(device):
@@ -284,9 +296,7 @@ class HopperLaunch(Launch):
                 kernel = _kernel_on_gpu(
                     self.source, self.kernel, tuple(self.constants.items()), self.shared_bytes, device.index
                 )
-                arguments = [
-                    argument.encoded() if isinstance(argument, Boxes) else argument for argument in self.arguments
-                ]
+                arguments = self._encoded()
             except CudaError as error:
                 raise CudaError(f"{error}\nwhen loading {self}") from error
             parameters = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
@@ -297,6 +307,9 @@ class HopperLaunch(Launch):
             )
         if status:
             raise CudaError(f"CUDA: {status.name} when launching {self}")
+
+    def _encoded(self) -> tuple[Any, ...]:
+        return tuple(argument.encoded() if isinstance(argument, Boxes) else argument for argument in self.arguments)
 
 
 @functools.cache
@@ -340,21 +353,20 @@ def compile_cubin(source: str, kernel: str, constants: Mapping[str, int | str]) 
 
 
 def check_assembled(log: str, what: str) -> None:
-    """Raises CudaError if the assembler had to wait for each warpgroup product by itself, or ignored setmaxnreg.
+    """Raises CudaError if the assembler serialised the warpgroup products, or ignored setmaxnreg.
 
     Such code gives right results, but is several times slower. The check looks for the warnings C7507 to C7519.
     """
     if found := re.search(r"^.*\bC75(?:0[7-9]|1\d)\b.*$", log, re.MULTILINE):
         raise CudaError(
-            f"NVRTC: {what} is compiled to slow code, and another version of nvidia-cuda-nvrtc would do\n"
-            f"{found[0].strip()}"
+            f"NVRTC: {what} is compiled to slow code; install another version of nvidia-cuda-nvrtc\n{found[0].strip()}"
         )
 
 
 def missing(device: Device) -> str | None:
     """The reason why the kernels cannot run on a device, or None if they can."""
     if device == "cpu":
-        return TWIN
+        return launching.missing(device)
     if reason := launching.no_nvrtc():
         return reason
     return _not_hopper(torch.cuda.current_device()) if torch.cuda.is_available() else "CUDA: no device"
@@ -449,7 +461,7 @@ def forward_launch(
         "CAUSAL": int(call.is_causal),
         "SIGN": sign,
     } | tile.constants
-    blocks = min(processors(query.device), work)
+    blocks = min(TWIN_BLOCKS if launching.on_twin(query) else processors(query.device), work)
     launch = HopperLaunch(
         "fa3.cu",
         "forward",
@@ -604,11 +616,10 @@ implementation = Implementation(
     attention=attention,
     # The kernels are not deterministic, because atomic additions sum dQ. For the same reason dQ of a slice of a batch
     # may differ from dQ in the batch.
-    supports=replace(
-        OWN_KERNELS, dtypes=SIXTEEN_BIT, devices=("cuda",), dropout=False, deterministic=False, batch_invariant=False
-    ),
+    supports=replace(OWN_KERNELS, dtypes=SIXTEEN_BIT, dropout=False, deterministic=False, batch_invariant=False),
     arithmetic=arithmetic,
     missing=missing,
+    slow=launching.slow,
     summary=(
         "FlashAttention-3 in CUDA C++ for Hopper: tiles copied by TMA, "
         "asynchronous products (wgmma) under the softmax of the next tile, dQ by atomics."

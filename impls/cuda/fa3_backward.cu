@@ -52,13 +52,13 @@ struct View {
 #ifdef PREPARE
 
 extern "C" __global__ void __launch_bounds__(256)
-    prepare(const __grid_constant__ View out, const __grid_constant__ View dout, const float* lse, float* statistics,
-            float* sums, const __grid_constant__ Problem problem) {
+    prepare(const __grid_constant__ View out, const __grid_constant__ View dout, Global<const float> lse,
+            Global<float> statistics, Global<float4> sums, const __grid_constant__ Problem problem) {
     const int tile = blockIdx.x % problem.query_tiles, pair = blockIdx.x / problem.query_tiles;
     const int head = pair % problem.heads, batch = pair / problem.heads;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    float* const to = statistics + static_cast<long long>(blockIdx.x) * 2 * STEP;
-    float4* const clear = reinterpret_cast<float4*>(sums + static_cast<long long>(blockIdx.x) * TILE);
+    const Global<float> to = statistics + static_cast<long long>(blockIdx.x) * 2 * STEP;
+    const Global<float4> clear = sums + static_cast<long long>(blockIdx.x) * (TILE / 4);
     for (int i = threadIdx.x; i < TILE / 4; i += 256) clear[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const Element* const o = out.data + batch * out.batch + head * out.head;
     const Element* const d = dout.data + batch * dout.batch + head * dout.head;
@@ -72,8 +72,8 @@ extern "C" __global__ void __launch_bounds__(256)
             for (int part = 0; part < DIM / 32; ++part) {
                 const int column = 32 * part + 8 * (lane % 4);
                 if (column >= problem.dim) continue;
-                const uint4 a = *reinterpret_cast<const uint4*>(o + query * out.row + column);
-                const uint4 b = *reinterpret_cast<const uint4*>(d + query * dout.row + column);
+                const uint4 a = load_eight(o + query * out.row + column);
+                const uint4 b = load_eight(d + query * dout.row + column);
                 const unsigned as[4] = {a.x, a.y, a.z, a.w}, bs[4] = {b.x, b.y, b.z, b.w};
                 UNROLL
                 for (int i = 0; i < 4; ++i) {
@@ -92,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     }
 }
+EXPORT(prepare)
 
 #endif
 
@@ -99,12 +100,12 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // Rounds scale times the sums of a tile of dQ. They pass through shared memory [STEP, DIM + 8], whose rows are padded
 // by 8 numbers.
-extern "C" __global__ void __launch_bounds__(256) finish(const float* sums, const __grid_constant__ View dquery,
+extern "C" __global__ void __launch_bounds__(256) finish(Global<const float4> sums, const __grid_constant__ View dquery,
                                                          const __grid_constant__ Problem problem) {
     __shared__ __align__(16) unsigned short rounded[STEP][DIM + 8];
     const int tile = blockIdx.x % problem.query_tiles, pair = blockIdx.x / problem.query_tiles;
     const int head = pair % problem.heads, batch = pair / problem.heads;
-    const float4* const from = reinterpret_cast<const float4*>(sums + static_cast<long long>(blockIdx.x) * TILE);
+    const Global<const float4> from = sums + static_cast<long long>(blockIdx.x) * (TILE / 4);
     for (int i = threadIdx.x; i < TILE / 4; i += 256) {
         const float4 four = from[i];
         const int thread = i % 128, j = i / 128 % (PART / 8), part = i / 128 / (PART / 8);
@@ -123,9 +124,10 @@ extern "C" __global__ void __launch_bounds__(256) finish(const float* sums, cons
         const int row = i / (DIM / 8), column = i % (DIM / 8) * 8, query = tile * STEP + row;
         if (query >= problem.queries || column >= problem.dim) continue;
         const uint4 eight = *reinterpret_cast<const uint4*>(&rounded[row][column]);
-        *reinterpret_cast<uint4*>(to + query * dquery.row + column) = eight;
+        store_eight(to + query * dquery.row + column, eight);
     }
 }
+EXPORT(finish)
 
 #endif
 
@@ -513,7 +515,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
              const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap dout, const float* statistics,
              float* sums, const __grid_constant__ View dkey, const __grid_constant__ View dvalue,
              const __grid_constant__ Problem problem) {
-    extern __shared__ __align__(1024) char shared[];
+    char* const shared = shared_memory();
     const Address memory = static_cast<Address>(__cvta_generic_to_shared(shared));
     const int warpgroup = __shfl_sync(ALL, threadIdx.x / 128, 0);
     if (threadIdx.x == 0) {
@@ -539,5 +541,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         Worker{memory, warpgroup - 1}.attend(problem, work, dkey, dvalue, sums);
     }
 }
+EXPORT(backward)
 
 #endif

@@ -23,7 +23,7 @@ from flashproof.impls.cuda.launching import Launch, View, call_of, check_scale, 
 from flashproof.impls.spec import OWN_KERNELS, Arithmetic, Device, Dtype, Implementation
 
 TARGETS = fa3.TARGETS
-TWIN = "CPU twin: it does not know TMA and wgmma yet, of which cuda.fa3_float32 is made"
+TWIN = "CPU twin: it does not know the float32 parts of cuda.fa3_float32 yet"
 LARGEST_DIM = 128  # the parts of larger heads do not fit in shared memory
 PARTS = 3  # bfloat16 parts of a number
 SPLIT_ROWS = 64  # rows that a block of the kernel `split` reads

@@ -1,6 +1,7 @@
 // The primitives of a Hopper multiprocessor (sm_90a), one small function each: mbarriers, the copy engine (TMA),
 // products of a warpgroup (wgmma), and the division of the registers between warpgroups. fa3.cu and fa3_backward.cu use
-// them, and all their PTX stands here. The CPU twin (twin.h) does not know these primitives yet.
+// them, and all their PTX stands here. If TWIN is defined, the functions that contain PTX come from twin_hopper.h, where
+// a CPU runs the block.
 //
 // A warpgroup is 4 warps, 128 threads. A panel is a matrix [rows, 64] of 16-bit numbers in shared memory. A row takes
 // 128 bytes, so 8 rows take 1024 bytes; a panel starts at a multiple of 1024. The copy engine stores the 16-byte piece
@@ -8,10 +9,19 @@
 // columns consists of DIM / 64 panels, one after the other.
 #pragma once
 
+#ifdef TWIN
+#include "twin_hopper.h"
+#else
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("unroll 1")
 #define INFINITY __int_as_float(0x7f800000)
+#define EXPORT(name)  // only the twin uses it
+
+// A pointer to device memory. The twin checks accesses to it.
+template <class T>
+using Global = T*;
+#endif
 
 using Address = unsigned;  // of shared memory
 
@@ -32,6 +42,7 @@ struct alignas(2) Element {
 
 // ------------------------------------------------------------------------------------------------------------- numbers
 
+#ifndef TWIN
 // Rounds two numbers to the nearest, ties to even, and packs them into one register. `low` is in the low half.
 DEVICE unsigned pack(float low, float high) {
     unsigned result;
@@ -80,6 +91,7 @@ DEVICE float smaller_or_nan(float a, float b) {
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
     return result;
 }
+#endif
 
 DEVICE int smaller_of(int a, int b) { return a < b ? a : b; }
 DEVICE int larger_of(int a, int b) { return a > b ? a : b; }
@@ -99,6 +111,7 @@ DEVICE float quad_sum(float x) {
 // An mbarrier takes 8 bytes of shared memory. A phase ends when `count` threads have arrived and all announced bytes
 // have landed. The phases have parity 0, 1, 0, 1, ... A wait for parity p returns when the current phase has the other
 // parity. On a new barrier, a wait for 1 returns at once, and a wait for 0 returns when the first phase has ended.
+#ifndef TWIN
 DEVICE void barrier_create(Address barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -122,6 +135,7 @@ DEVICE void barrier_wait(Address barrier, unsigned parity) {
         "over:\n"
         "}" ::"r"(barrier), "r"(parity) : "memory");
 }
+#endif
 
 // A position in a ring of COUNT places in shared memory, and the parity of the current round.
 template <int COUNT>
@@ -140,10 +154,12 @@ struct Walk {
 
 // The compiler gives each thread of a block as many registers as the launch bounds allow. A warpgroup may return some
 // of them. Another warpgroup waits for them and takes more.
+#ifndef TWIN
 template <int COUNT>
 DEVICE void registers_reduce() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT>
 DEVICE void registers_increase() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+#endif
 
 // -------------------------------------------------------------------------------------------------------------- copies
 
@@ -153,6 +169,12 @@ struct alignas(64) TensorMap {
     unsigned char bytes[128];
 };
 
+#ifndef TWIN
+// The block's shared memory. The launch sets its size. It is aligned to 1024 bytes.
+DEVICE char* shared_memory() {
+    extern __shared__ __align__(1024) char memory[];
+    return memory;
+}
 // Starts the copy of a box of a tensor [batch, head, row, column] to shared memory. The barrier counts its bytes when
 // they arrive. Elements outside the tensor arrive as 0. One thread calls it.
 DEVICE void copy_box(Address to, const TensorMap& tensor, Address barrier, int column, int row, int head, int batch) {
@@ -185,11 +207,15 @@ DEVICE float2 load_two(Address from) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(two.x), "=f"(two.y) : "r"(from) : "memory");
     return two;
 }
+// Loads and stores eight elements in device memory. The address is a multiple of 16.
+DEVICE uint4 load_eight(const Element* from) { return *reinterpret_cast<const uint4*>(from); }
+DEVICE void store_eight(Element* to, uint4 eight) { *reinterpret_cast<uint4*>(to) = eight; }
 // Makes this thread's writes to shared memory visible to products and copies that start after a later barrier.
 DEVICE void shared_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void prefetch_map(const TensorMap& tensor) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&tensor) : "memory");
 }
+#endif
 
 // ------------------------------------------------------------------------------------------------------------ products
 
@@ -209,6 +235,7 @@ DEVICE Matrix ahead(Matrix m, int bytes) { return m + (bytes >> 4); }
 // Products run asynchronously. `products_begin` separates earlier uses of their registers from the first product.
 // `products_end` closes a group. `products_wait<N>` waits until at most the last N groups are unfinished. Before that,
 // nothing may touch the sums of a product or its left operand in registers. `pin` keeps the compiler from doing so.
+#ifndef TWIN
 DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int GROUPS>
@@ -219,12 +246,15 @@ DEVICE void pin(float (&registers)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+#endif
+
 // One product: d[64, N] = a[64, 16] b[16, N] + (add ? d : 0), 16-bit factors, float32 sums. Thread 32w + 4g + t of the
 // warpgroup holds, for j = 0 .. N / 8 - 1,
 //   d[4j], d[4j + 1]: row 16w + g, columns 8j + 2t and 8j + 2t + 1;   d[4j + 2], d[4j + 3]: row 16w + g + 8.
 // A left operand in registers holds row g, columns 2t and 2t + 1; row g + 8, the same columns; row g, columns 2t + 8
 // and 2t + 9; row g + 8, the same columns. So rounded sums can be the left operand of a later product. ROWS_x is 1 if
 // the sum runs along the rows of the panels of x, and 0 if it runs along their columns.
+#ifndef TWIN
 template <int N>
 struct Product;
 
@@ -300,6 +330,7 @@ SHAPE(208, 12, 104, 105, 106, 107, 108, 109)
 SHAPE(224, 13, 112, 113, 114, 115, 116, 117)
 SHAPE(240, 14, 120, 121, 122, 123, 124, 125)
 SHAPE(256, 15, 128, 129, 130, 131, 132, 133)
+#endif
 
 // Rounds and stores `factor` times one of the thread's two rows of sums (r is 0 or 1). Only the first `columns` columns
 // are stored; `columns` is a multiple of 8, or at most 0 for a row outside the tensor. All threads of a warp call it. A
@@ -330,6 +361,6 @@ DEVICE void store_row(Element* to, const float (&sums)[COUNT], int r, float fact
         }
         // Now word[i] holds columns 2 i and 2 i + 1 of the eight columns from first + 8 t on.
         if (first + 8 * t < columns)
-            *reinterpret_cast<uint4*>(to + first + 8 * t) = make_uint4(word[0], word[1], word[2], word[3]);
+            store_eight(to + first + 8 * t, make_uint4(word[0], word[1], word[2], word[3]));
     }
 }

@@ -7,8 +7,8 @@ A kernel file is compiled at its first use, once for each set of constants (elem
 The compiled file is kept on disk. Its name is a hash of the source file, the files that it includes, the options and
 the compiler's version. Its last bytes are a hash of the other bytes.
 
-For a GPU, one kernel of the file is compiled. For the twin (twin.h), all kernels of a file are compiled at once,
-because the host's compiler takes seconds. For the same reason some constants are variables there: they would only
+For a GPU, one kernel of the file is compiled. For the twin (twin_machine.h), all kernels of a file are compiled at
+once, because the host's compiler takes seconds. For the same reason some constants are variables there: they would only
 multiply the number of compilations.
 """
 
@@ -43,10 +43,11 @@ from flashproof.impls.spec import Device
 FOLDER = Path(__file__).parent
 KERNELS = {"fa1.cu": ("forward", "backward"), "fa2.cu": ("forward", "delta", "dkey_dvalue", "dquery")}
 KERNELS["block_sparse.cu"] = KERNELS["fa2.cu"]
+KERNELS |= {"fa3.cu": ("forward",), "fa3_backward.cu": ("prepare", "backward", "finish")}
 ELEMENTS = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
 # The options of NVRTC. It does not fuse products and sums: the sources name each fused operation.
 OPTIONS = {"std": "c++17", "fma": False, "ptxas_options": ["-v"]}
-VARIABLES = ("CAUSAL", "DROPOUT", "VECTOR")  # variables of the twin; constants on a GPU
+VARIABLES = ("CAUSAL", "DROPOUT", "VECTOR", "SIGN")  # variables of the twin; constants on a GPU
 _TWIN = threading.Lock()  # held from the setting of these variables to the end of their launch
 
 
@@ -350,14 +351,18 @@ def _check_sizes(library: Any, kernel: str, arguments: tuple[Any, ...]) -> None:
 DIGEST = hashlib.sha256().digest_size  # bytes of the hash at the end of a compiled file
 
 
-def _sources(source: str) -> str:
-    """A hash of a source file and of all files of this folder that it includes, directly or indirectly."""
+def _sources(source: str, *, twin: bool) -> str:
+    """A hash of a source file and of all files of this folder that it includes, directly or indirectly.
+
+    Only the compilation for the twin includes the files of the twin, whose names begin with "twin".
+    """
     front, files = [FOLDER / source], dict[Path, bytes]()
     while front:
         if (path := front.pop()) not in files:
             files[path] = path.read_bytes()
             included = re.findall(rb'^\s*#\s*include\s+"(.+?)"', files[path], re.MULTILINE)
-            front += [FOLDER / name.decode() for name in included if (FOLDER / name.decode()).is_file()]
+            names = [name.decode() for name in included if twin or not name.startswith(b"twin")]
+            front += [FOLDER / name for name in names if (FOLDER / name).is_file()]
     parts = (path.name.encode() + b"\0" + files[path] + b"\0" for path in sorted(files))
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
@@ -379,19 +384,22 @@ def cache_folder() -> Path:
         return folder
 
 
-def _name(source: str, *key: object) -> str:
+def _name(source: str, *key: object, twin: bool = False) -> str:
     """The name of a compiled file: a hash of everything that the file depends on."""
-    return hashlib.sha256("\0".join(map(str, (source, _sources(source), *key))).encode()).hexdigest()[:32]
+    parts = (source, _sources(source, twin=twin), *key)
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
-def _compiled(suffix: str, compile_to: Callable[[Path], None], source: str, *key: object) -> tuple[Path, bytes]:
+def _compiled(
+    suffix: str, compile_to: Callable[[Path], None], source: str, *key: object, twin: bool = False
+) -> tuple[Path, bytes]:
     """A compiled file, from the disk or from `compile_to`: its path, and its content without the hash at its end.
 
     A damaged file is compiled again. Processes that need the same file wait for one another, and no process sees an
     unfinished file. Raises CudaError if the file cannot be kept.
     """
     try:
-        place = cache_folder() / f"{_name(source, *key)}{suffix}"
+        place = cache_folder() / f"{_name(source, *key, twin=twin)}{suffix}"
         if code := _whole(place):
             return place, code
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -650,9 +658,8 @@ def _twin(source: str, constants: tuple[tuple[str, int | str], ...]) -> ctypes.P
             f"{source} does not compile for the CPU twin",
         )
 
-    place, _ = _compiled(
-        ".so", compile_to, source, compiler, _compiler_version(compiler), flags, _processor(), sys.platform
-    )
+    key = (compiler, _compiler_version(compiler), flags, _processor(), sys.platform)
+    place, _ = _compiled(".so", compile_to, source, *key, twin=True)
     try:
         return ctypes.PyDLL(str(place))
     except OSError as error:

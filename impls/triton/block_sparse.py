@@ -7,7 +7,8 @@ lists of blocks instead of a range.
 
 - Each row of blocks has a list. The list first gives the blocks that are seen whole, which are computed without a mask.
   Then it gives the partial blocks, which the diagonal or the end of the tensor cuts.
-- The loops never visit a block that the block mask or the causal mask hides.
+- The loops never visit a block that the block mask or the causal mask hides. A loop with an empty list takes one step,
+  in which everything is hidden.
 - The kernel of dK and dV uses the transposed lists.
 - The lists are computed on the device, and the host does not wait for them.
 - The tile sizes divide 128, so a tile is in one row and one column of blocks.
@@ -23,29 +24,34 @@ from functools import partial
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flashproof.impls.call import BLOCK, BlockMask, BlockSparseAttention, Call, Keys, Queries, Rows, opaque
-from flashproof.impls.shapes import Bool, Int
+from flashproof.impls.shapes import Int
 from flashproof.impls.spec import OWN_KERNELS, Implementation
 from flashproof.impls.triton import flash
 from flashproof.impls.triton.flash import Loop, Tile, Tiles
 from flashproof.impls.triton.primitives import (
     INFINITY,
-    INTERPRETED,
+    Launch,
     as_argument,
+    call_arguments,
+    chip_of,
     device_function,
     head_dim,
     head_of,
     kernel,
     load_rows,
     missing,
+    numbers_of,
     place,
     slow,
     store_rows,
     stride_of,
+    this_program,
     wide,
 )
 from flashproof.impls.triton.steps import attend, attended, gradients_of_keys, gradients_of_queries
@@ -58,7 +64,7 @@ SIDE = tl.constexpr(BLOCK)  # a block is 128 queries by 128 keys
 # sm_90 and sm_100, and the shared memory is within the 163 KB of sm_80. float32 products do not run on tensor cores,
 # and their operands pass through registers.
 TILES = {
-    (16, 64): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(64, 64, 8, 2), dquery=Tile(128, 32, 8, 2)),
+    (16, 64): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(32, 64, 8, 2), dquery=Tile(128, 32, 8, 2)),
     (16, 128): Tiles(forward=Tile(128, 32, 8, 2), dkey_dvalue=Tile(32, 64, 8, 2), dquery=Tile(128, 32, 8, 2)),
     (16, 256): Tiles(forward=Tile(64, 32, 4, 2), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(64, 32, 8, 2)),
     (32, 64): Tiles(forward=Tile(64, 32, 8, 2), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(64, 32, 8, 2)),
@@ -67,70 +73,125 @@ TILES = {
 }
 
 
-def tiles(dtype: torch.dtype, dim: int, dropout: bool, interpreted: bool = INTERPRETED.value) -> Tiles:
-    """Returns the tiles for a dtype and a head dim."""
-    return flash.tiles_of(TILES, dtype, dim, dropout, interpreted)
+# The tiles on sm_90 in place of these, chosen by measurement. Their operands come through descriptors, and programs of
+# one warpgroup share a multiprocessor: the weights of one program are computed while another multiplies.
+HOPPER = {
+    (16, 64): Tiles(forward=Tile(64, 64, 4, 3), dkey_dvalue=Tile(64, 64, 4, 4), dquery=Tile(64, 64, 4, 3)),
+    (16, 128): Tiles(forward=Tile(64, 64, 4, 3), dkey_dvalue=Tile(64, 64, 4, 2), dquery=Tile(128, 64, 8, 3)),
+    (16, 256): Tiles(forward=Tile(128, 64, 8, 2), dkey_dvalue=Tile(64, 64, 8, 2), dquery=Tile(128, 64, 8, 1)),
+}
+tiles = flash.Tables(TILES, HOPPER)
 
 
 # ---------------------------------------------------------------------------------------------------------------- lists
 
-
-def visible_blocks(call: Call, block_mask: BlockMask | None, device: torch.device) -> BlockMask:
-    """Returns the blocks that the block mask and the causal mask both show: in them, some query may see some key.
-
-    block_mask: [1 or batch, 1 or heads, query blocks, key blocks]; None shows every block. The result has the same
-    shape, or [1, 1, query blocks, key blocks] for None.
-    """
-    first_query, first_key = _corners(call, device)
-    last_query = torch.clamp(first_query + BLOCK, max=call.queries) - 1
-    reached = first_key <= last_query + call.offset
-    if not call.is_causal:
-        reached = torch.ones_like(reached)
-    return reached[None, None] if block_mask is None else block_mask & reached
+Lists = Int[Tensor, "batch_or_1 heads_or_1 rows 2+blocks"]  # one list for each row of blocks; `lists_kernel` fills them
 
 
-def lists_of_keys(call: Call, visible: BlockMask) -> Int[Tensor, "batch_or_1 heads_or_1 query_blocks 2+key_blocks"]:
-    """Returns, for each block of queries, the list of the blocks of keys that it sees, in the form of `_lists`.
+def lists_of_keys(call: Call, block_mask: BlockMask | None, device: torch.device) -> Lists:
+    """Returns, for each block of queries, the list of the blocks of keys that it sees.
 
     A block is partial if the diagonal or the end of the keys cuts it.
     """
-    first_query, first_key = _corners(call, visible.device)
-    whole = first_key + BLOCK <= call.keys
-    if call.is_causal:
-        whole = whole & (first_key + BLOCK - 1 <= first_query + call.offset)
-    return _lists(visible, visible & whole)
+    return _lists(call, block_mask, device, of_keys=True)
 
 
-def lists_of_queries(call: Call, visible: BlockMask) -> Int[Tensor, "batch_or_1 heads_or_1 key_blocks 2+query_blocks"]:
-    """Returns, for each block of keys, the list of the blocks of queries that see it, in the form of `_lists`.
+def lists_of_queries(call: Call, block_mask: BlockMask | None, device: torch.device) -> Lists:
+    """Returns, for each block of keys, the list of the blocks of queries that see it.
 
     A block is partial if the diagonal or the end of the queries cuts it.
     """
-    first_query, first_key = _corners(call, visible.device)
-    whole = first_query + BLOCK <= call.queries
-    if call.is_causal:
-        whole = whole & (first_key + BLOCK - 1 <= first_query + call.offset)
-    return _lists(visible.mT, (visible & whole).mT)
+    return _lists(call, block_mask, device, of_keys=False)
 
 
-def _corners(call: Call, device: torch.device) -> tuple[Int[Tensor, "query_blocks 1"], Int[Tensor, "1 key_blocks"]]:
-    """Returns the first query and the first key of each block."""
-    first_query = torch.arange(0, call.queries, BLOCK, device=device)
-    first_key = torch.arange(0, call.keys, BLOCK, device=device)
-    return first_query[:, None], first_key[None, :]
+def _lists(call: Call, block_mask: BlockMask | None, device: torch.device, of_keys: bool) -> Lists:
+    """Fills the lists on the device. If block_mask is None, every block is visible, and all heads share one list."""
+    blocks = triton.cdiv(call.queries, BLOCK), triton.cdiv(call.keys, BLOCK)
+    mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device).expand(1, 1, *blocks)
+    mask = (mask if block_mask is None else block_mask).view(torch.uint8)
+    rows, columns = blocks if of_keys else blocks[::-1]
+    lists = torch.empty((*mask.shape[:2], rows, 2 + columns), dtype=torch.int32, device=device)
+    strides = mask.stride() if of_keys else mask.mT.stride()
+    arguments = {
+        "mask": mask,
+        "lists": lists,
+        "mask_strides": tuple(map(as_argument, strides)),
+        "heads": mask.shape[1],
+        "rows": rows,
+        "blocks": columns,
+    }
+    sizes = {name: value for name, value in call_arguments(call).items() if name in ("queries", "keys", "offset")}
+    constants = {"OF_KEYS": of_keys, "CHUNK": 128, "UNIT": 1}
+    Launch(lists_kernel, (lists.shape[:3].numel(),), arguments | sizes | constants, num_warps=4, num_stages=1).run()
+    return lists
 
 
-def _lists(
-    visible: Bool[Tensor, "*batch rows blocks"], whole: Bool[Tensor, "*batch rows blocks"]
-) -> Int[Tensor, "*batch rows 2+blocks"]:
-    """Returns one list for each row. `whole` marks the visible blocks that need no mask.
+@device_function
+def seen_blocks(
+    mask, stride, row, first, blocks, queries, keys, offset, OF_KEYS: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Returns (whole, visible, inside), each [CHUNK] of 0 or 1, for the blocks from `first` on of a row of blocks.
 
+    mask: the entries of the row in the block mask, `stride` apart. inside: the row has this block.
+    visible: the block mask and the causal mask both show the block: in it, some query may see some key.
+    whole: the block is visible, and neither the diagonal nor the end of what the list is about cuts it.
+    """
+    block = first + tl.arange(0, CHUNK)
+    inside = block < blocks
+    shown = tl.load(mask + block.to(tl.int64) * stride, mask=inside, other=0) != 0
+    if OF_KEYS:
+        first_query = row * SIDE + tl.full([CHUNK], 0, tl.int32)
+        first_key = block * SIDE
+        uncut = first_key + SIDE <= keys
+    else:
+        first_query = block * SIDE
+        first_key = row * SIDE + tl.full([CHUNK], 0, tl.int32)
+        uncut = first_query + SIDE <= queries
+    last_query = tl.minimum(first_query + SIDE, queries) - 1
+    visible = shown & (first_key - offset <= last_query)
+    whole = visible & uncut & (first_key - offset + (SIDE - 1) <= first_query)
+    return whole.to(tl.int32), visible.to(tl.int32), inside.to(tl.int32)
+
+
+@kernel
+def lists_kernel(
+    mask, lists, mask_strides, heads, rows, blocks, queries, keys, offset,
+    OF_KEYS: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Fills the list of one row of blocks.
+
+    mask: the block mask, with strides in the order batch, head, row, block. lists [batch, heads, rows, 2 + blocks].
     A list contains the number of blocks that are seen whole, the number of blocks that are seen at all, and then the
     indices of all blocks: first the whole ones, then the partial ones, then the hidden ones, which are never visited.
     """
-    rank = 2 - visible.to(torch.int32) - whole.to(torch.int32)
-    order = torch.argsort(rank, dim=-1, stable=True)
-    return torch.cat((whole.sum(-1, keepdim=True), visible.sum(-1, keepdim=True), order), dim=-1).to(torch.int32)
+    program = this_program()
+    row, head, batch = program % rows, program // rows % heads, program // rows // heads
+    mask += wide(batch) * stride_of(mask_strides[0]) + wide(head) * stride_of(mask_strides[1])
+    mask += wide(row) * stride_of(mask_strides[2])
+    stride = wide(stride_of(mask_strides[3]))
+    lists += wide(program) * (2 + blocks)
+
+    wholes, visibles = 0, 0
+    for first in tl.range(0, blocks, CHUNK):
+        whole, visible, _ = seen_blocks(mask, stride, row, first, blocks, queries, keys, offset, OF_KEYS, CHUNK)
+        wholes += tl.sum(whole, 0)
+        visibles += tl.sum(visible, 0)
+    tl.store(lists, wholes)
+    tl.store(lists + 1, visibles)
+
+    next_whole, next_partial, next_hidden = 0, wholes, visibles
+    for first in tl.range(0, blocks, CHUNK):
+        whole, visible, inside = seen_blocks(mask, stride, row, first, blocks, queries, keys, offset, OF_KEYS, CHUNK)
+        partial, hidden = visible - whole, inside - visible
+        place = tl.where(
+            whole != 0,
+            next_whole + tl.cumsum(whole, 0),
+            tl.where(partial != 0, next_partial + tl.cumsum(partial, 0), next_hidden + tl.cumsum(hidden, 0)),
+        )
+        tl.store(lists + 1 + place, first + tl.arange(0, CHUNK), mask=inside != 0)
+        next_whole += tl.sum(whole, 0)
+        next_partial += tl.sum(partial, 0)
+        next_hidden += tl.sum(hidden, 0)
 
 
 def list_arguments(lists: Tensor) -> dict[str, Any]:
@@ -196,17 +257,11 @@ def forward_kernel(
     maximum = tl.full([QUERIES], -INFINITY, tl.float32)
     total = tl.full([QUERIES], 0.0, tl.float32)
     accumulator = tl.full([QUERIES, PADDED_DIM], 0.0, tl.float32)
-    for step in tl.range(0, full):
+    for step in tl.range(0, tl.maximum(end, 1)):
         first_key = tile_of_list(blocks, step, KEYS)
         accumulator, maximum, total = attend(
-            accumulator, maximum, total, q, query_at, key, value, first_key, keys, offset,
-            exponent_scale, seed, last_dropped, batch, head, False, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
-        )  # fmt: skip
-    for step in tl.range(full, end):
-        first_key = tile_of_list(blocks, step, KEYS)
-        accumulator, maximum, total = attend(
-            accumulator, maximum, total, q, query_at, key, value, first_key, keys, offset,
-            exponent_scale, seed, last_dropped, batch, head, True, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
+            accumulator, maximum, total, q, first_query, key, value, first_key, tl.where(step < end, keys, 0), offset,
+            exponent_scale, seed, last_dropped, batch, head, step >= full, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
         )  # fmt: skip
 
     o, row_lse = attended(accumulator, maximum, total, magnitude, kept_scale)
@@ -238,7 +293,6 @@ def dkey_dvalue_kernel(
     """
     dim = head_dim(dim, PADDED_DIM, PADDED, UNIT)
     first_key, kv_head, batch = place(keys, kv_heads, KEYS, False)
-    key_at = first_key + tl.arange(0, KEYS)
     # The shape of k and v is [KEYS, PADDED_DIM].
     k = load_rows(key, key_strides, batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE, UNIT)
     v = load_rows(value, value_strides, batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE, UNIT)
@@ -249,19 +303,14 @@ def dkey_dvalue_kernel(
         head = kv_head * groups + member
         q_head = head_of(query, query_strides, batch, head, QUERIES, PADDED_DIM, WIDE, UNIT)
         do_head = head_of(dout, dout_strides, batch, head, QUERIES, PADDED_DIM, WIDE, UNIT)
-        first_row = (wide(batch) * (kv_heads * groups) + head) * queries
+        row_lse = numbers_of(lse, batch * (kv_heads * groups) + head, queries)
+        row_delta = numbers_of(delta, batch * (kv_heads * groups) + head, queries)
         blocks, full, end = list_at(lists, lists_strides, batch, head, first_key, QUERIES)
-        for step in tl.range(0, full):
-            first_query = tile_of_list(blocks, step, QUERIES)
+        for step in tl.range(0, tl.maximum(end, 1)):
             dk, dv = gradients_of_keys(
-                dk, dv, k, v, key_at, q_head, do_head, lse + first_row, delta + first_row, first_query, queries, offset,
-                scale, seed, last_dropped, kept_scale, batch, head, False, DROPOUT, dim, PADDED_DIM, PADDED, QUERIES,
-            )  # fmt: skip
-        for step in tl.range(full, end):
-            first_query = tile_of_list(blocks, step, QUERIES)
-            dk, dv = gradients_of_keys(
-                dk, dv, k, v, key_at, q_head, do_head, lse + first_row, delta + first_row, first_query, queries, offset,
-                scale, seed, last_dropped, kept_scale, batch, head, True, DROPOUT, dim, PADDED_DIM, PADDED, QUERIES,
+                dk, dv, k, v, first_key, q_head, do_head, row_lse, row_delta, tile_of_list(blocks, step, QUERIES),
+                tl.where(step < end, queries, 0), offset, scale, seed, last_dropped, kept_scale, batch, head,
+                step >= full, DROPOUT, dim, PADDED_DIM, PADDED, QUERIES,
             )  # fmt: skip
     store_rows(
         dkey, dkey_strides, dk * scale,
@@ -302,15 +351,11 @@ def dquery_kernel(
 
     blocks, full, end = list_at(lists, lists_strides, batch, head, first_query, KEYS)
     dq = tl.full([QUERIES, PADDED_DIM], 0.0, tl.float32)
-    for step in tl.range(0, full):
+    for step in tl.range(0, tl.maximum(end, 1)):
         dq = gradients_of_queries(
-            dq, q, do, row_lse, row_delta, query_at, key, value, tile_of_list(blocks, step, KEYS), keys, offset,
-            scale, seed, last_dropped, kept_scale, batch, head, False, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
-        )  # fmt: skip
-    for step in tl.range(full, end):
-        dq = gradients_of_queries(
-            dq, q, do, row_lse, row_delta, query_at, key, value, tile_of_list(blocks, step, KEYS), keys, offset,
-            scale, seed, last_dropped, kept_scale, batch, head, True, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
+            dq, q, do, row_lse, row_delta, first_query, key, value, tile_of_list(blocks, step, KEYS),
+            tl.where(step < end, keys, 0), offset, scale, seed, last_dropped, kept_scale, batch, head,
+            step >= full, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
         )  # fmt: skip
     store_rows(
         dquery, dquery_strides, dq * scale,
@@ -326,22 +371,23 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call, block_mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        lists = lists_of_keys(call, visible_blocks(call, block_mask, query.device))
-        loop = Loop(forward_kernel, tiles(query.dtype, call.dim, call.dropout_p > 0.0).forward, list_arguments(lists))
+        lists = lists_of_keys(call, block_mask, query.device)
+        chosen = tiles(query.dtype, call.dim, call.dropout_p > 0.0, chip_of(query))
+        loop = Loop(forward_kernel, chosen.forward, list_arguments(lists))
         out, lse = flash.forward(loop, call, query, key, value)
         ctx.call = call
-        ctx.save_for_backward(query, key, value, out, lse, block_mask)
+        ctx.save_for_backward(query, key, value, out, lse, lists, block_mask)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, block_mask = ctx.saved_tensors
-        visible = visible_blocks(ctx.call, block_mask, dout.device)
-        chosen = tiles(dout.dtype, ctx.call.dim, ctx.call.dropout_p > 0.0)
-        of_keys = Loop(dkey_dvalue_kernel, chosen.dkey_dvalue, list_arguments(lists_of_queries(ctx.call, visible)))
-        of_queries = Loop(dquery_kernel, chosen.dquery, list_arguments(lists_of_keys(ctx.call, visible)))
+        *saved, lists, block_mask = ctx.saved_tensors
+        chosen = tiles(dout.dtype, ctx.call.dim, ctx.call.dropout_p > 0.0, chip_of(dout))
+        transposed = lists_of_queries(ctx.call, block_mask, dout.device)
+        of_keys = Loop(dkey_dvalue_kernel, chosen.dkey_dvalue, list_arguments(transposed))
+        of_queries = Loop(dquery_kernel, chosen.dquery, list_arguments(lists))
         return *flash.backward(of_keys, of_queries, ctx.call, ctx.needs_input_grad, dout, *saved), None, None
 
 

@@ -15,8 +15,8 @@ What changed against FlashAttention-1:
   recompute the weights P = exp(S - L). Both read delta = rowsum(dO o O), which a third, small kernel computes.
 
 The loops never visit a tile that the causal mask hides completely. The other tiles are of two kinds. A full tile is
-visible to every query, and a loop without masks computes it. The few tiles that the diagonal or the end of the tensor
-cuts are computed in a second loop, with masks.
+visible to every query, and is computed without masks. A few tiles are cut by the diagonal or by the end of the tensor.
+A branch of the loop masks them.
 
 This file contains the loops: what is kept on chip, and which tiles meet. `steps.py` contains the computation for two
 tiles that meet, and its arithmetic. `flash.py` contains the grids and the arguments of the launches. Block-sparse
@@ -38,13 +38,14 @@ from flashproof.impls.triton import flash
 from flashproof.impls.triton.flash import Loop, Tile, Tiles
 from flashproof.impls.triton.primitives import (
     INFINITY,
-    INTERPRETED,
+    chip_of,
     device_function,
     head_dim,
     head_of,
     kernel,
     load_rows,
     missing,
+    numbers_of,
     place,
     seen_keys,
     slow,
@@ -59,18 +60,23 @@ from flashproof.impls.triton.steps import attend, attended, gradients_of_keys, g
 # sm_90 and sm_100, and the shared memory is within the 163 KB of sm_80. float32 products do not run on tensor cores,
 # and their operands pass through registers.
 TILES = {
-    (16, 64): Tiles(forward=Tile(128, 64, 4, 3), dkey_dvalue=Tile(64, 128, 8, 2), dquery=Tile(128, 64, 8, 2)),
+    (16, 64): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(32, 64, 8, 2), dquery=Tile(128, 64, 8, 2)),
     (16, 128): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(64, 64, 8, 2), dquery=Tile(128, 32, 8, 2)),
     (16, 256): Tiles(forward=Tile(64, 32, 4, 2), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(64, 32, 8, 2)),
     (32, 64): Tiles(forward=Tile(64, 32, 8, 2), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(64, 32, 8, 2)),
-    (32, 128): Tiles(forward=Tile(32, 32, 8, 1), dkey_dvalue=Tile(16, 32, 8, 2), dquery=Tile(32, 16, 8, 1)),
+    (32, 128): Tiles(forward=Tile(32, 32, 8, 1), dkey_dvalue=Tile(16, 32, 8, 1), dquery=Tile(32, 16, 8, 1)),
     (32, 256): Tiles(forward=Tile(16, 16, 8, 1), dkey_dvalue=Tile(16, 16, 8, 1), dquery=Tile(16, 16, 8, 1)),
 }
 
 
-def tiles(dtype: torch.dtype, dim: int, dropout: bool, interpreted: bool = INTERPRETED.value) -> Tiles:
-    """Returns the tiles for a dtype and a head dim."""
-    return flash.tiles_of(TILES, dtype, dim, dropout, interpreted)
+# The tiles on sm_90 in place of these, chosen by measurement. Their operands come through descriptors, and programs of
+# one warpgroup share a multiprocessor: the weights of one program are computed while another multiplies.
+HOPPER = {
+    (16, 64): Tiles(forward=Tile(64, 64, 4, 3), dkey_dvalue=Tile(64, 64, 4, 4), dquery=Tile(64, 64, 4, 3)),
+    (16, 128): Tiles(forward=Tile(64, 64, 4, 3), dkey_dvalue=Tile(64, 64, 4, 2), dquery=Tile(128, 64, 8, 3)),
+    (16, 256): Tiles(forward=Tile(128, 64, 8, 2), dkey_dvalue=Tile(64, 64, 8, 2), dquery=Tile(128, 64, 8, 1)),
+}
+tiles = flash.Tables(TILES, HOPPER)
 
 
 # -------------------------------------------------------------------------------------------------------------- forward
@@ -78,14 +84,14 @@ def tiles(dtype: torch.dtype, dim: int, dropout: bool, interpreted: bool = INTER
 
 @device_function
 def range_of_keys(first_query, keys, offset, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Returns (full, end): where the two loops of a tile of queries end.
+    """Returns (full, end), which keys a tile of queries visits.
 
-    The first loop visits the keys before `full`. These are whole tiles of keys that every query of the tile sees. The
-    second loop visits the keys from `full` to `end`, up to the last key that any query of the tile sees.
+    The keys before `full` are whole tiles of keys that every query of the tile sees. The keys from `full` to `end` are
+    in tiles that need a mask, up to the last key that any query of the tile sees.
     """
     full = seen_keys(first_query, keys, offset)
     end = seen_keys(first_query + QUERIES - 1, keys, offset)
-    return full // KEYS * KEYS, end
+    return full // KEYS * KEYS, tl.maximum(end, 1)
 
 
 @kernel
@@ -116,15 +122,10 @@ def forward_kernel(
     maximum = tl.full([QUERIES], -INFINITY, tl.float32)
     total = tl.full([QUERIES], 0.0, tl.float32)
     accumulator = tl.full([QUERIES, PADDED_DIM], 0.0, tl.float32)
-    for first_key in tl.range(0, full, KEYS):
+    for first_key in tl.range(0, end, KEYS):
         accumulator, maximum, total = attend(
-            accumulator, maximum, total, q, query_at, key, value, first_key, keys, offset,
-            exponent_scale, seed, last_dropped, batch, head, False, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
-        )  # fmt: skip
-    for first_key in tl.range(full, end, KEYS):
-        accumulator, maximum, total = attend(
-            accumulator, maximum, total, q, query_at, key, value, first_key, keys, offset,
-            exponent_scale, seed, last_dropped, batch, head, True, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
+            accumulator, maximum, total, q, first_query, key, value, first_key, keys, offset,
+            exponent_scale, seed, last_dropped, batch, head, first_key >= full, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
         )  # fmt: skip
 
     o, row_lse = attended(accumulator, maximum, total, magnitude, kept_scale)
@@ -155,20 +156,16 @@ def dkey_dvalue_kernel(
     """
     dim = head_dim(dim, PADDED_DIM, PADDED, UNIT)
     first_key, kv_head, batch = place(keys, kv_heads, KEYS, False)
-    key_at = first_key + tl.arange(0, KEYS)
     # The shape of k and v is [KEYS, PADDED_DIM].
     k = load_rows(key, key_strides, batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE, UNIT)
     v = load_rows(value, value_strides, batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE, UNIT)
 
-    # The loops visit the query tiles from `start`, the first tile in which a query sees a key of this tile. The tiles
-    # between `full` and `full_end` are full. The diagonal cuts the tiles before them, and the last tile, after them,
-    # may be ragged. These two kinds share one loop.
+    # The loop visits the query tiles from `start`, the first tile in which a query sees a key of this tile. The tiles
+    # from `full` to `full_end` are full. The diagonal cuts the tiles before them. The last tile, after them, is ragged.
     start = tl.maximum(first_key - offset, 0) // QUERIES * QUERIES
     full = (tl.maximum(first_key + KEYS - 1 - offset, 0) + QUERIES - 1) // QUERIES * QUERIES
     full_end = queries // QUERIES * QUERIES
-    full = tl.minimum(full, full_end)
-    diagonal_tiles = tl.maximum(full - start, 0) // QUERIES
-    ragged_tiles = (tl.maximum(queries - tl.maximum(full_end, start), 0) + QUERIES - 1) // QUERIES
+    steps = tl.maximum((queries - start + QUERIES - 1) // QUERIES, 1)
 
     dk = tl.full([KEYS, PADDED_DIM], 0.0, tl.float32)
     dv = tl.full([KEYS, PADDED_DIM], 0.0, tl.float32)
@@ -176,17 +173,14 @@ def dkey_dvalue_kernel(
         head = kv_head * groups + member
         q_head = head_of(query, query_strides, batch, head, QUERIES, PADDED_DIM, WIDE, UNIT)
         do_head = head_of(dout, dout_strides, batch, head, QUERIES, PADDED_DIM, WIDE, UNIT)
-        first_row = (wide(batch) * (kv_heads * groups) + head) * queries
-        for first_query in tl.range(full, full_end, QUERIES):
+        row_lse = numbers_of(lse, batch * (kv_heads * groups) + head, queries)
+        row_delta = numbers_of(delta, batch * (kv_heads * groups) + head, queries)
+        for step in tl.range(0, steps):
+            first_query = start + step * QUERIES
             dk, dv = gradients_of_keys(
-                dk, dv, k, v, key_at, q_head, do_head, lse + first_row, delta + first_row, first_query, queries, offset,
-                scale, seed, last_dropped, kept_scale, batch, head, False, DROPOUT, dim, PADDED_DIM, PADDED, QUERIES,
-            )  # fmt: skip
-        for step in tl.range(0, diagonal_tiles + ragged_tiles):
-            first_query = tl.where(step < diagonal_tiles, start + step * QUERIES, full_end)
-            dk, dv = gradients_of_keys(
-                dk, dv, k, v, key_at, q_head, do_head, lse + first_row, delta + first_row, first_query, queries, offset,
-                scale, seed, last_dropped, kept_scale, batch, head, True, DROPOUT, dim, PADDED_DIM, PADDED, QUERIES,
+                dk, dv, k, v, first_key, q_head, do_head, row_lse, row_delta, first_query, queries, offset,
+                scale, seed, last_dropped, kept_scale, batch, head, (first_query < full) | (first_query >= full_end),
+                DROPOUT, dim, PADDED_DIM, PADDED, QUERIES,
             )  # fmt: skip
     store_rows(
         dkey, dkey_strides, dk * scale,
@@ -226,15 +220,10 @@ def dquery_kernel(
 
     full, end = range_of_keys(first_query, keys, offset, QUERIES, KEYS)
     dq = tl.full([QUERIES, PADDED_DIM], 0.0, tl.float32)
-    for first_key in tl.range(0, full, KEYS):
+    for first_key in tl.range(0, end, KEYS):
         dq = gradients_of_queries(
-            dq, q, do, row_lse, row_delta, query_at, key, value, first_key, keys, offset,
-            scale, seed, last_dropped, kept_scale, batch, head, False, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
-        )  # fmt: skip
-    for first_key in tl.range(full, end, KEYS):
-        dq = gradients_of_queries(
-            dq, q, do, row_lse, row_delta, query_at, key, value, first_key, keys, offset,
-            scale, seed, last_dropped, kept_scale, batch, head, True, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
+            dq, q, do, row_lse, row_delta, first_query, key, value, first_key, keys, offset, scale, seed, last_dropped,
+            kept_scale, batch, head, first_key >= full, DROPOUT, dim, PADDED_DIM, PADDED, KEYS,
         )  # fmt: skip
     store_rows(
         dquery, dquery_strides, dq * scale,
@@ -248,7 +237,7 @@ def dquery_kernel(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        loop = Loop(forward_kernel, tiles(query.dtype, call.dim, call.dropout_p > 0.0).forward)
+        loop = Loop(forward_kernel, tiles(query.dtype, call.dim, call.dropout_p > 0.0, chip_of(query)).forward)
         out, lse = flash.forward(loop, call, query, key, value)
         ctx.call = call
         ctx.save_for_backward(query, key, value, out, lse)
@@ -258,7 +247,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        chosen = tiles(dout.dtype, ctx.call.dim, ctx.call.dropout_p > 0.0)
+        chosen = tiles(dout.dtype, ctx.call.dim, ctx.call.dropout_p > 0.0, chip_of(dout))
         of_keys, of_queries = Loop(dkey_dvalue_kernel, chosen.dkey_dvalue), Loop(dquery_kernel, chosen.dquery)
         return *flash.backward(of_keys, of_queries, ctx.call, ctx.needs_input_grad, dout, *ctx.saved_tensors), None
 

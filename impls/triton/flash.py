@@ -13,7 +13,16 @@ import triton
 
 from flashproof.impls.call import Call, Keys, Queries, Rows
 from flashproof.impls.spec import Arithmetic, Device, Dtype, arithmetic_of_flash
-from flashproof.impls.triton.primitives import INTERPRETED, Launch, Scale, call_arguments, padded_dim, with_strides
+from flashproof.impls.triton.primitives import (
+    INTERPRETED,
+    Chip,
+    Launch,
+    Scale,
+    call_arguments,
+    padded_dim,
+    with_descriptors,
+    with_strides,
+)
 from flashproof.impls.triton.steps import delta_kernel
 
 # ---------------------------------------------------------------------------------------------------------------- tiles
@@ -45,34 +54,44 @@ DROPOUT_TILES = Tiles(forward=Tile(128, 32, 8, 3), dkey_dvalue=Tile(32, 64, 8, 2
 INTERPRETED_TILES = Tiles(forward=Tile(128, 64, 4, 1), dkey_dvalue=Tile(64, 128, 4, 1), dquery=Tile(128, 64, 4, 1))
 
 
-def tiles_of(
-    table: Mapping[tuple[int, int], Tiles], dtype: torch.dtype, dim: int, dropout: bool, interpreted: bool
-) -> Tiles:
-    """Returns the tiles for a dtype and a head dim.
-
-    The keys of the table are (bits of the dtype, largest head dim that the entry serves).
-
-    The batch size and the lengths do not influence the choice. A slice of a batch is therefore computed in the same way
-    as in the whole batch.
-    """
-    if interpreted:
-        return INTERPRETED_TILES
-    if dropout and dtype.itemsize == 2 and dim <= 128:
-        return DROPOUT_TILES
-    return table[8 * dtype.itemsize, max(64, padded_dim(dim))]
+Table = Mapping[tuple[int, int], Tiles]  # tiles by (bits of the dtype, largest head dim that the entry serves)
 
 
-def arithmetic_of(tiles: Callable[[torch.dtype, int, bool, bool], Tiles]) -> Callable[[Dtype, Device], Arithmetic]:
+@dataclass(frozen=True)
+class Tables:
+    """The tiles of an implementation: `anywhere` on GPUs, and `hopper` in place of some of its entries on sm_90."""
+
+    anywhere: Table
+    hopper: Table
+
+    def __call__(self, dtype: torch.dtype, dim: int, dropout: bool, chip: Chip) -> Tiles:
+        """Returns the tiles for a dtype and a head dim.
+
+        The batch size and the lengths do not influence the choice. A slice of a batch is therefore computed in the same
+        way as in the whole batch.
+        """
+        if chip == "interpreter":
+            return INTERPRETED_TILES
+        if dropout and dtype.itemsize == 2 and dim <= 128:
+            return DROPOUT_TILES
+        key = 8 * dtype.itemsize, max(64, padded_dim(dim))
+        return self.hopper.get(key, self.anywhere[key]) if chip == "hopper" else self.anywhere[key]
+
+
+def arithmetic_of(tables: Tables) -> Callable[[Dtype, Device], Arithmetic]:
     """Returns the function that states the arithmetic of kernels with these tiles.
 
-    The tiles differ between head dims. The smallest tiles make the most steps, so the claim states the smallest tiles.
+    The tiles differ between head dims and chips. The smallest tiles make the most steps, so the claim states the
+    smallest tiles.
     """
 
     def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
+        chips: tuple[Chip, ...] = ("interpreter",) if device == "cpu" else ("hopper", "other")
         chosen = [
-            tiles(getattr(torch, dtype), dim, dropout, device == "cpu")
+            tables(getattr(torch, dtype), dim, dropout, chip)
             for dim in (64, 128, 256)
             for dropout in (False, True)
+            for chip in chips
         ]
         return replace(
             arithmetic_of_flash(dtype, device),
@@ -147,7 +166,8 @@ def backward(
             | shared
             | {"kv_heads": call.kv_heads}
         )
-        _launch(of_keys, call, triton.cdiv(call.keys, of_keys.tile.keys) * call.kv_heads * call.batch, arguments).run()
+        programs = triton.cdiv(call.keys, of_keys.tile.keys) * call.kv_heads * call.batch
+        _launch(of_keys, call, programs, arguments, numbers=("lse", "delta")).run()
     if needed[0]:
         dquery = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         arguments = (
@@ -176,14 +196,19 @@ def delta_launch(call: Call, out: Queries, dout: Queries, delta: Rows) -> Launch
     )
 
 
-def _launch(loop: Loop, call: Call, programs: int, arguments: dict[str, Any]) -> Launch:
-    """Returns the launch of a kernel with a loop. Adds the arguments that all three of these kernels take."""
+def _launch(loop: Loop, call: Call, programs: int, arguments: dict[str, Any], numbers: Sequence[str] = ()) -> Launch:
+    """Returns the launch of a kernel with a loop. Adds the arguments that all three of these kernels take.
+
+    numbers: the names of the arguments [batch, heads, queries] that the loop reads.
+    """
     tile = loop.tile
     alike = {"QUERIES": tile.queries, "KEYS": tile.keys}
+    rows = {"query": tile.queries, "key": tile.keys, "value": tile.keys, "dout": tile.queries}
+    read = {name: length for name, length in rows.items() if name in arguments} | dict.fromkeys(numbers, tile.queries)
     return Launch(
         loop.kernel,
         (programs,),
-        arguments | dict(loop.visits) | call_arguments(call) | alike,
+        with_descriptors(arguments, read) | dict(loop.visits) | call_arguments(call) | alike,
         tile.num_warps,
         tile.num_stages,
     )

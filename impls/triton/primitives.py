@@ -11,7 +11,7 @@ float32, which is exact, and `rounded` converts the result back.
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -21,7 +21,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 from triton.runtime.interpreter import interpreter_builder
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashproof.impls.call import Call
 from flashproof.impls.spec import Device
@@ -45,8 +47,8 @@ def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
 # divides. Loads gain only if all tensors are aligned, which one constant, UNIT, states. `kernel` therefore excludes
 # _SIZES from these rules, and _TENSORS from the rule about addresses where UNIT is 1. Strides are in tuples, which
 # Triton excludes from no rule. `as_argument` therefore makes numbers of them to which the rules do not apply.
-_PLACES = ("heads", "kv_heads", "groups", "queries", "keys", "dim", "offset")
-_TENSORS = ("query", "key", "value", "out", "dout", "dquery", "dkey", "dvalue")
+_PLACES = ("heads", "kv_heads", "groups", "queries", "keys", "dim", "offset", "rows", "blocks")
+_TENSORS = ("query", "key", "value", "out", "dout", "dquery", "dkey", "dvalue", "mask")
 _STRIDES = tuple(f"{name}_strides" for name in (*_TENSORS, "lists"))
 _SIZES = (*_PLACES, "seed", "last_dropped")
 
@@ -165,20 +167,26 @@ def head_of(
 ):  # fmt: skip
     """Returns the location of one head of a [batch, heads, length, dim] tensor, in three parts.
 
-    The parts are the start of the head, the offsets of a tile [LENGTH, PADDED_DIM], and the stride from row to row. The
-    tile whose first row is r is at start + r stride + offsets. The first two terms have 64 bits. The offsets have 32
-    bits unless WIDE, because offsets of 64 bits cost registers.
+    For a descriptor, the parts are the descriptor, the batch entry and the head.
+
+    For a pointer, the parts are the start of the head, the offsets of a tile [LENGTH, PADDED_DIM], and the stride from
+    row to row. The tile whose first row is r is at start + r stride + offsets. The first two terms have 64 bits. The
+    offsets have 32 bits unless WIDE, because offsets of 64 bits cost registers.
     """
-    row_stride = stride_of(strides[2]) * UNIT
-    start = pointer + (wide(batch) * (stride_of(strides[0]) * UNIT) + wide(head) * (stride_of(strides[1]) * UNIT))
-    row = tl.arange(0, LENGTH)[:, None]
-    column = tl.arange(0, PADDED_DIM)[None, :]
-    if WIDE:
-        row = row.to(tl.int64)
-        column = column.to(tl.int64)
-    if UNIT == 1:
-        column = column * stride_of(strides[3])
-    return start, row * row_stride + column, wide(row_stride)
+    if isinstance(pointer, tl.tensor_descriptor):
+        location = pointer, batch, head
+    else:
+        row_stride = stride_of(strides[2]) * UNIT
+        start = pointer + (wide(batch) * (stride_of(strides[0]) * UNIT) + wide(head) * (stride_of(strides[1]) * UNIT))
+        row = tl.arange(0, LENGTH)[:, None]
+        column = tl.arange(0, PADDED_DIM)[None, :]
+        if WIDE:
+            row = row.to(tl.int64)
+            column = column.to(tl.int64)
+        if UNIT == 1:
+            column = column * stride_of(strides[3])
+        location = start, row * row_stride + column, wide(row_stride)
+    return location
 
 
 @device_function
@@ -201,6 +209,39 @@ def tile_of(head, row):
     """Returns pointers to the tile that starts at `row` of a head in the form that `head_of` returns."""
     start, offsets, stride = head
     return start + wide(row) * stride + offsets
+
+
+@device_function
+def load_at(head, row, rows, dim, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Loads the tile [LENGTH, PADDED_DIM] that starts at `row` of a head in the form that `head_of` returns.
+
+    Elements past the last row or past the head dim are zero. Through a descriptor, the chip's copy unit does this.
+    """
+    if isinstance(head[0], tl.tensor_descriptor):
+        tile = head[0].load([head[1], head[2], row, 0]).reshape(LENGTH, PADDED_DIM)
+    else:
+        tile = load_tile(tile_of(head, row), row, rows, dim, LENGTH, PADDED_DIM, PADDED, True)
+    return tile
+
+
+@device_function
+def numbers_of(numbers, index, rows):
+    """Returns the location of the numbers of one head, of which each of its `rows` rows has one.
+
+    index: the place of the head among all heads of all batch entries.
+    """
+    return (numbers, index) if isinstance(numbers, tl.tensor_descriptor) else (numbers + wide(index) * rows, index)
+
+
+@device_function
+def load_numbers(numbers, row, rows, LENGTH: tl.constexpr):
+    """Loads LENGTH numbers from `row` on, from a location that `numbers_of` returns. Past the last row they are 0."""
+    if isinstance(numbers[0], tl.tensor_descriptor):
+        loaded = numbers[0].load([numbers[1], row]).reshape(LENGTH)
+    else:
+        at = row + tl.arange(0, LENGTH)
+        loaded = tl.load(numbers[0] + at, mask=at < rows, other=0.0)
+    return loaded
 
 
 @device_function
@@ -245,9 +286,9 @@ def load_rows(
     dim, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Loads the tile [LENGTH, PADDED_DIM] that starts at `row` of one head. Each head has `rows` rows."""
-    return load_tile(
-        tile_at(pointer, strides, batch, head, row, LENGTH, PADDED_DIM, WIDE, UNIT),
-        row, rows, dim, LENGTH, PADDED_DIM, PADDED, True,
+    return load_at(
+        head_of(pointer, strides, batch, head, LENGTH, PADDED_DIM, WIDE, UNIT),
+        row, rows, dim, LENGTH, PADDED_DIM, PADDED,
     )  # fmt: skip
 
 
@@ -376,6 +417,56 @@ def with_strides(**tensors: Tensor) -> dict[str, Any]:
     padded = padded_dim(dim)
     constants = {"PADDED_DIM": padded, "PADDED": dim != padded, "WIDE": wide, "UNIT": unit}
     return tensors | counted | {"dim": dim // unit} | constants
+
+
+Chip = Literal["interpreter", "hopper", "other"]
+
+
+def chip_of(tensor: Tensor) -> Chip:
+    """Returns what runs the kernels on the device of a tensor: the interpreter, a Hopper GPU (sm_90) or another GPU."""
+    if INTERPRETED.value:
+        return "interpreter"
+    with torch.cuda.device_of(tensor):
+        return "hopper" if driver.active.get_current_target().arch // 10 == 9 else "other"
+
+
+def with_descriptors(arguments: dict[str, Any], rows: Mapping[str, int]) -> dict[str, Any]:
+    """Replaces the tensors of a launch that a loop reads by descriptors, if the copy unit of a Hopper GPU takes them.
+
+    Through a descriptor, one thread starts the copy of a whole tile to shared memory. The other threads compute no
+    addresses. This saves registers and instructions.
+
+    rows: the rows of a tile by the name of the tensor, [batch, heads, length, dim] or [batch, heads, length].
+
+    The copy unit takes 16-byte units (UNIT), and no stride of 0. If it does not take one of the tensors, the kernel
+    gets pointers to all of them. In the interpreter, 16-bit tensors take this way too, so that the checks cover it.
+    """
+    tensors = [arguments[name] for name in rows]
+    taken = (
+        arguments["UNIT"] > 1
+        and arguments["query"].dtype.itemsize == 2
+        and chip_of(arguments["query"]) != "other"
+        and all(0 < stride < _FARTHEST for tensor in tensors for stride in tensor.stride())
+        and all(tensor.shape[2] % 4 == 0 for tensor in tensors if tensor.ndim == 3)
+    )
+    if not taken:
+        return arguments
+    return arguments | {name: _descriptor(arguments[name], length) for name, length in rows.items()}
+
+
+# A copy unit takes strides below 2^40 bytes.
+_FARTHEST = 2**40 // 2
+
+
+def _descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """Returns a descriptor of tiles of `rows` rows.
+
+    The tensor is [batch, heads, length, dim], or [batch, heads, length] and contiguous.
+    """
+    if tensor.ndim == 3:
+        tensor = tensor.view(-1, tensor.shape[2])
+        return TensorDescriptor.from_tensor(tensor, [1, rows])
+    return TensorDescriptor.from_tensor(tensor, [1, 1, rows, padded_dim(tensor.shape[3])])
 
 
 # A tile has at most 128 keys, so its last key is less than 128 keys past the end. With this much more than all keys as

@@ -4,8 +4,13 @@ One step combines one tile of queries with one tile of keys. The kernels decide 
 ranges of keys and queries, `block_sparse.py` loops over lists of blocks. A tensor from which a step loads a tile is
 passed as a head, in the form that `head_of` returns.
 
-MASKED means that the tile may reach past the end of the tensor, or that the diagonal may cut it. All other tiles are
-computed without masks. Without a causal mask, the diagonal is after all keys.
+`masked` says that the tile may reach past the end of the tensor, or that the diagonal may cut it. All other tiles are
+computed without masks. It is a number of the run, so that one loop serves both kinds of tiles: a program with two loops
+that add to one accumulator makes the compiler wait after each instruction of a product on sm_90. Without a causal mask,
+the diagonal is after all keys.
+
+Positions of queries and keys are computed where a mask needs them. Computed once before the loop, they would occupy
+registers in every step.
 
 Arithmetic. A weight is 2^((s - m) c), where s = q k is a raw score, m is the largest s of the row so far, and
 c = |scale| log2 e. The subtraction comes before the multiplication. A score that is equal to m then has a weight of
@@ -24,12 +29,12 @@ from flashproof.impls.triton.primitives import (
     head_dim,
     kept,
     kernel,
+    load_at,
+    load_numbers,
     load_rows,
-    load_tile,
     place,
     rounded,
     seen_keys,
-    tile_of,
     wide,
 )
 
@@ -39,8 +44,8 @@ from flashproof.impls.triton.primitives import (
 @device_function
 def attend(
     accumulator, maximum, total,  # the state of the tile of queries
-    q, query_at, key, value, first_key, keys, offset, exponent_scale, seed, last_dropped, batch, head,
-    MASKED: tl.constexpr, DROPOUT: tl.constexpr,
+    q, first_query, key, value, first_key, keys, offset, exponent_scale, seed, last_dropped, batch, head, masked,
+    DROPOUT: tl.constexpr,
     dim, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of keys to the state of a tile of queries, and returns the new state.
@@ -48,13 +53,13 @@ def attend(
     accumulator [QUERIES, PADDED_DIM]: the output so far, not yet divided by the total.
     maximum [QUERIES]: the largest raw score so far.
     total [QUERIES]: the sum of the weights so far.
-    q [QUERIES, PADDED_DIM], query_at [QUERIES]: the queries and their positions.
+    q [QUERIES, PADDED_DIM]: the queries, of which the first is at the position first_query.
     """
-    k = load_tile(tile_of(key, first_key), first_key, keys, dim, KEYS, PADDED_DIM, PADDED, MASKED)
+    k = load_at(key, first_key, keys, dim, KEYS, PADDED_DIM, PADDED)
     scores = dot(q, tl.trans(k))  # [QUERIES, KEYS]
-    if MASKED:
-        key_at = first_key + tl.arange(0, KEYS)
-        visible = key_at[None, :] < seen_keys(query_at, keys, offset)[:, None]
+    if masked:
+        seen = seen_keys(first_query + tl.arange(0, q.shape[0]), keys, offset)
+        visible = (first_key + tl.arange(0, KEYS))[None, :] < seen[:, None]
         scores = tl.where(visible, scores, -INFINITY)
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
     # The maximum of a row stays -inf if the row has seen no key yet, or only keys with a score of -inf. In that case 0
@@ -64,9 +69,10 @@ def attend(
     rescale = tl.exp2((maximum - subtracted) * exponent_scale)
     total = total * rescale + tl.sum(weights, 1)
     if DROPOUT:
+        query_at = first_query + tl.arange(0, q.shape[0])
         key_at = first_key + tl.arange(0, KEYS)
         weights = tl.where(kept(seed, last_dropped, batch, head, query_at[:, None], key_at[None, :]), weights, 0.0)
-    v = load_tile(tile_of(value, first_key), first_key, keys, dim, KEYS, PADDED_DIM, PADDED, MASKED)
+    v = load_at(value, first_key, keys, dim, KEYS, PADDED_DIM, PADDED)
     accumulator = dot(rounded(weights, v.dtype), v, accumulator * rescale[:, None])
     return accumulator, new_maximum, total
 
@@ -121,74 +127,72 @@ def exponential(scores, lse, scale):
 
 @device_function
 def gradients_of_keys(
-    dk, dv, k, v, key_at, query, dout, lse, delta,
-    first_query, queries, offset, scale, seed, last_dropped, kept_scale, batch, head,
-    MASKED: tl.constexpr, DROPOUT: tl.constexpr,
-    dim, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
+    dk, dv, k, v, first_key, query, dout, lse, delta,
+    first_query, queries, offset, scale, seed, last_dropped, kept_scale, batch, head, masked,
+    DROPOUT: tl.constexpr, dim, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of one tile of queries to dK / scale and to dV / kept_scale, and returns both sums.
 
-    dk, dv, k, v: [KEYS, PADDED_DIM]. key_at [KEYS]: the positions of the keys.
+    dk, dv, k, v: [KEYS, PADDED_DIM]. first_key: the position of the first key.
+    lse, delta: locations that `numbers_of` returns.
 
     The scores are transposed here, [KEYS, QUERIES], so that P^T and dS^T are the left operands of the products.
 
-    MASKED means that some queries may be before the diagonal or past the end. Past the end, lse = inf makes P zero.
-    Keys past the end need no mask: their gradients are in separate rows, which stay finite and are never stored.
+    masked: some queries may be before the diagonal or past the end. Keys past the end need no mask: their gradients are
+    in separate rows, which stay finite and are never stored.
     """
-    query_at = first_query + tl.arange(0, QUERIES)
-    q = load_tile(tile_of(query, first_query), first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, MASKED)
-    do = load_tile(tile_of(dout, first_query), first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, MASKED)
-    if MASKED:
-        row_lse = tl.load(lse + query_at, mask=query_at < queries, other=INFINITY)
-        row_delta = tl.load(delta + query_at, mask=query_at < queries, other=0.0)
-    else:
-        row_lse = tl.load(lse + query_at)
-        row_delta = tl.load(delta + query_at)
-
-    p = exponential(dot(k, tl.trans(q)), row_lse[None, :], scale)  # [KEYS, QUERIES]
-    if MASKED:
-        visible = key_at[:, None] - offset <= query_at[None, :]
-        p = tl.where(visible, p, 0.0)
+    q = load_at(query, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED)
+    do = load_at(dout, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED)
+    scores = dot(k, tl.trans(q))  # [KEYS, QUERIES]
     dp = dot(v, tl.trans(do))
+    p = exponential(scores, load_numbers(lse, first_query, queries, QUERIES)[None, :], scale)
     if DROPOUT:
+        query_at = first_query + tl.arange(0, QUERIES)
+        key_at = first_key + tl.arange(0, k.shape[0])
         keeps = kept(seed, last_dropped, batch, head, query_at[None, :], key_at[:, None])
-        dv = dot(rounded(tl.where(keeps, p, 0.0), do.dtype), do, dv)
         dp = tl.where(keeps, dp * kept_scale, 0.0)
-    else:
-        dv = dot(rounded(p, do.dtype), do, dv)
-    ds = p * (dp - row_delta[None, :])
-    if MASKED:
-        # Masking P is not enough: if a hidden value is so large that dP is infinite, 0 inf is NaN.
-        ds = tl.where(visible, ds, 0.0)
-    dk = dot(rounded(ds, q.dtype), q, dk)
+    difference = dp - load_numbers(delta, first_query, queries, QUERIES)[None, :]
+    # One branch masks both factors of dS, before the first product that adds to dV or dK. A later branch would make
+    # the compiler wait after each instruction of that product. Masking P is not enough: if a hidden value is so large
+    # that dP is infinite, 0 inf is NaN.
+    if masked:
+        query_at = first_query + tl.arange(0, QUERIES)
+        key_at = first_key + tl.arange(0, k.shape[0])
+        visible = (key_at[:, None] - offset <= query_at[None, :]) & (query_at < queries)[None, :]
+        p = tl.where(visible, p, 0.0)
+        difference = tl.where(visible, difference, 0.0)
+    weights = tl.where(keeps, p, 0.0) if DROPOUT else p
+    dv = dot(rounded(weights, do.dtype), do, dv)
+    dk = dot(rounded(p * difference, q.dtype), q, dk)
     return dk, dv
 
 
 @device_function
 def gradients_of_queries(
-    dq, q, do, row_lse, row_delta, query_at, key, value,
-    first_key, keys, offset, scale, seed, last_dropped, kept_scale, batch, head,
-    MASKED: tl.constexpr, DROPOUT: tl.constexpr,
-    dim, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr,
+    dq, q, do, row_lse, row_delta, first_query, key, value,
+    first_key, keys, offset, scale, seed, last_dropped, kept_scale, batch, head, masked,
+    DROPOUT: tl.constexpr, dim, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of one tile of keys to dQ / scale, and returns the sum.
 
-    dq, q, do: [QUERIES, PADDED_DIM]. row_lse, row_delta, query_at: [QUERIES].
+    dq, q, do: [QUERIES, PADDED_DIM]. row_lse, row_delta: [QUERIES]. first_query: the position of the first query.
 
     A key past the end is loaded as 0, so its score would be 0. That is far above an LSE of -100, for example. For this
     reason, the weight of such a key is masked too, not only the key.
     """
-    k = load_tile(tile_of(key, first_key), first_key, keys, dim, KEYS, PADDED_DIM, PADDED, MASKED)
-    v = load_tile(tile_of(value, first_key), first_key, keys, dim, KEYS, PADDED_DIM, PADDED, MASKED)
-    key_at = first_key + tl.arange(0, KEYS)
-    p = exponential(dot(q, tl.trans(k)), row_lse[:, None], scale)  # [QUERIES, KEYS]
-    if MASKED:
-        visible = key_at[None, :] < seen_keys(query_at, keys, offset)[:, None]
-        p = tl.where(visible, p, 0.0)
+    k = load_at(key, first_key, keys, dim, KEYS, PADDED_DIM, PADDED)
+    v = load_at(value, first_key, keys, dim, KEYS, PADDED_DIM, PADDED)
+    scores = dot(q, tl.trans(k))  # [QUERIES, KEYS]
     dp = dot(do, tl.trans(v))
+    p = exponential(scores, row_lse[:, None], scale)
     if DROPOUT:
+        query_at = first_query + tl.arange(0, q.shape[0])
+        key_at = first_key + tl.arange(0, KEYS)
         dp = tl.where(kept(seed, last_dropped, batch, head, query_at[:, None], key_at[None, :]), dp * kept_scale, 0.0)
-    ds = p * (dp - row_delta[:, None])
-    if MASKED:
-        ds = tl.where(visible, ds, 0.0)
-    return dot(rounded(ds, k.dtype), k, dq)
+    difference = dp - row_delta[:, None]
+    if masked:
+        seen = seen_keys(first_query + tl.arange(0, q.shape[0]), keys, offset)
+        visible = (first_key + tl.arange(0, KEYS))[None, :] < seen[:, None]
+        p = tl.where(visible, p, 0.0)
+        difference = tl.where(visible, difference, 0.0)
+    return dot(rounded(p * difference, k.dtype), k, dq)

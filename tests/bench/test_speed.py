@@ -116,7 +116,7 @@ def _judge(name: str, case: Case) -> None:
     judged = judging.judge(answer, case, implementation.arithmetic(case.dtype, "cuda"), TENSORS)
     wrong = [f"{each.tensor} rho {each.worst_rho:.3g}" for each in judged if not each.passed]
     if wrong:
-        pytest.fail(f"not timed, for it is wrong: {', '.join(wrong)} in '{case}'", pytrace=False)
+        pytest.fail(f"not timed, because it is wrong: {', '.join(wrong)} in '{case}'", pytrace=False)
 
 
 def _answer(implementation: Implementation, case: Case) -> Answer:
@@ -125,7 +125,7 @@ def _answer(implementation: Implementation, case: Case) -> Answer:
     except Refused as refusal:
         pytest.skip(f"refused: {refusal}")
     except Fault as fault:
-        pytest.fail(f"not timed, for it is wrong: {fault}", pytrace=False)
+        pytest.fail(f"not timed, because it is wrong: {fault}", pytrace=False)
 
 
 def _call(implementation: Implementation, case: Case, tensors: list[Tensor], direction: str) -> Call:

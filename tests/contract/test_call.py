@@ -55,7 +55,9 @@ def test_calls_agree(subject: Subject) -> None:
             answer = subject.attend(case, backward=subject.implementation.supports.backward, given=given)
             if answer is None:
                 if judged:
-                    subject.fail(case, f"call {call} with one input brought no answer, and the calls before it did")
+                    subject.fail(
+                        case, f"call {call} with one input returned no answer, although the calls before it did"
+                    )
                 return
             said = next((said for earlier, said in judged if _same(answer, earlier)), None)
             if said is None:

@@ -31,6 +31,12 @@ def test_accumulated(subject: Subject) -> None:
     _judge_all(subject)
 
 
+@check("contract", call="projected", claims=("backward",))
+def test_projected(subject: Subject) -> None:
+    """Inputs that are results of other operations, as in a network, stay as they were."""
+    _judge_all(subject)
+
+
 @check("contract", call="twice", claims=("backward",))
 def test_twice(subject: Subject) -> None:
     """Two backwards of one forward are both right, and the first gradients stay as they were."""

@@ -76,6 +76,6 @@ def test_slice_of_a_batch(subject: Subject) -> None:
         if whole is None or part is None:
             continue
         subject.judge_answer(whole, case, subject.tensors)
-        message = "an entry of a batch by itself differs from the same entry within the batch"
+        message = "an entry of a batch differs from the same entry computed alone"
         for name in whole.tensors:
             subject.expect_equal(whole[name][last], part[name], case, name, message)

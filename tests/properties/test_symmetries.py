@@ -101,11 +101,11 @@ def test_order_of_keys(subject: Subject) -> None:
             .expand(given.key.shape)
         )
         for key, value, what in (
-            (given.key.flip(2), given.value.flip(2), "keys stand in the opposite order"),
+            (given.key.flip(2), given.value.flip(2), "keys are in the opposite order"),
             (
                 given.key.gather(2, rising),
                 given.value.gather(2, rising),
-                "keys stand in the order of the first query's scores",
+                "keys are in the order of the first query's scores",
             ),
         ):
             other = replace(given, key=key, value=value)

@@ -312,7 +312,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"key": Q[:, :1], "value": Q[:, :1]}, ValueError, "enable_gqa=True"),
     ({"scale": "1"}, TypeError, "scale: '1' is not a number"),
     ({"causal_alignment": "left"}, ValueError, "causal_alignment: 'left' is unknown"),
-    ({"arithmetic": "fma"}, TypeError, "arithmetic: 'fma' is no claim; give a flashproof.Arithmetic, or a function"),
+    ({"arithmetic": "fma"}, TypeError, "arithmetic: 'fma' is not a claim; give a flashproof.Arithmetic, or a function"),
     ({"arithmetic": lambda dtype, device: None}, TypeError, "arithmetic: returned None for .'float32', 'cpu'."),
 ]
 

@@ -124,7 +124,7 @@ def run(kernels: Path, options: list[str]) -> tuple[int, str]:
         (
             ["--impl", "right", "--impl", "picky", "--case", SMALL],
             1,
-            "refused: .*picky, float32, \\d+ times, first with: ValueError: dim 8 is too small",
+            "refused: .*picky, float32, \\d+ times; the first message: ValueError: dim 8 is too small",
         ),
         (
             ["--impl", "swallows", "--dtype", "float16"],
@@ -135,7 +135,7 @@ def run(kernels: Path, options: list[str]) -> tuple[int, str]:
         (["--impl", "right", "--case", SMALL, "--dtype", "float16"], 4, "--dtype: the case is in float32"),
         (["--impl", "right", "--case", f"{SMALL} q6"], 4, "q6"),
         (["--impl", "right", "--case", f"{SMALL} dropout1.5"], 4, "dropout"),
-        (["--impl", "right", "--case", f"{SMALL} blocks2"], 4, "blocks: 2 is no share"),
+        (["--impl", "right", "--case", f"{SMALL} blocks2"], 4, "blocks: 2 is not a share"),
         (["--impl", "right", "--case", "h3/0 float32"], 4, "h3/0"),
         (["--impl", "half", "--case", "b1 h1 q5 k5 d8 float16 x1e9"], 4, "query reaches .* beyond torch.float16"),
     ],
@@ -169,7 +169,7 @@ def test_a_case_that_cannot_be_built(line: str, words: str) -> None:
 def test_a_time_limit_is_a_time(text: str) -> None:
     """A time limit must be a positive number of seconds. With any other limit, a right kernel could fail."""
     assert pytest_plugin._seconds("0.5") == 0.5
-    with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is no time"):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a time"):
         pytest_plugin._seconds(text)
 
 
@@ -206,7 +206,7 @@ def test_a_check_that_an_exception_ends(kernels: Path) -> None:
 def test_benchmarks_without_a_device() -> None:
     """Without a device, the benchmarks are skipped, and the skip gives the reason."""
     command = [sys.executable, "-m", "pytest", "tests/bench", "--benchmark-only", "-q", "-p", "no:cacheprovider"]
-    # In a process of pytest-xdist nothing is timed, so the new pytest must not take itself for one.
+    # In a process of pytest-xdist nothing is timed. So the new pytest must not find the mark of such a process.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert re.search(r"SKIPPED \[1\] .*: CUDA: no device", ended.stdout), ended.stdout + ended.stderr

@@ -98,8 +98,8 @@ def test_a_defect_that_is_gone(project: Path) -> None:
     (project / "known.toml").write_text(entry())
     status, said = run(project, *words)
     assert status == 1
-    assert "\na known defect is gone: contract/answers passes mine.py:right in float32 on cpu; take" in said
-    assert "out of known.toml, entry 1\n" in said
+    assert "\na known defect is gone: contract/answers passes mine.py:right in float32 on cpu\nremove" in said
+    assert "from known.toml, entry 1\n" in said
     assert "XPASS" not in said
 
 

@@ -46,7 +46,7 @@ def test_a_budget_is_cases_or_time(text: str, budget: Budget) -> None:
 @pytest.mark.parametrize("text", ["", "0", "0s", "1.5", "-3", "10 m", "soon"])
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(
-        ValueError, match="is no budget; give a number of cases like 5000, or a time like 30s, 10m or 8h"
+        ValueError, match="is not a budget; give a number of cases like 5000, or a time like 30s, 10m or 8h"
     ):
         Budget.parse(text)
 

@@ -325,7 +325,7 @@ def test_what_is_no_attention(attention: object, words: str) -> None:
         ),
         ("torch.nn:attention_of", AttributeError, r"has no attribute 'attention_of'.*give|close: "),
         ("torch.nn.functional:", ValueError, "names no attribute.*give"),
-        (":attention", ValueError, "names no module and no file before the colon; give"),
+        (":attention", ValueError, "there is no module or file before the colon; give"),
         ("nowhere/mine.py:attention", FileNotFoundError, r"there is no file .*nowhere/mine\.py"),
         ("no_such_package.kernels:attention", ImportError, "no module 'no_such_package'"),
         ("torch.nn.functionals:attention", ImportError, r"no module 'torch\.nn\.functionals'"),

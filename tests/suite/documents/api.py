@@ -19,6 +19,7 @@ from typing import Literal, get_args, get_origin
 import flashproof
 from flashproof.oracles.verdict import Bias, Worst
 from flashproof.reports.record import Element, Judgement
+from flashproof.reports.wording import item
 from flashproof.tests.suite.documents.checks import ROOT
 
 PAGE = ROOT / "docs" / "api.md"
@@ -27,8 +28,8 @@ HEAD = """\
 # The Python API
 
 These names are public: `from flashproof import verify`, or `flashproof.verify`. `import flashproof` alone loads neither
-PyTorch nor a kernel. Below each name stand the objects that it returns. [Types](#types) explains the names in the
-signatures.
+PyTorch nor a kernel. Each section also describes the objects that its functions return. [Types](#types) explains the
+names in the signatures.
 
 - [Verify a kernel](#verify-a-kernel): `verify` and its `Result`
 - [Judge tensors](#judge-tensors): `judge` and `assert_accurate`, for tensors that you already have
@@ -55,7 +56,7 @@ result.raise_for_failures()
 [Commands and options](commands.md) explains the options, and [Reading a failure](failures.md) the words.
 """
 JUDGE = """
-No kernel is called here. What it answered is compared with the exact result, and with the bound:
+These functions call no kernel. They compare the answer of a kernel with the exact result and the bound:
 
 ```python
 verdicts = flashproof.judge(out, query, key, value, is_causal=True, dout=dout, dq=dq, dk=dk, dv=dv, with_bounds=True)
@@ -81,8 +82,6 @@ VERSION = """
 TYPES = """
 ## Types
 
-| name | meaning |
-| --- | --- |
 """
 # The fields of `Subject` whose names say it all in the code.
 SAID = {
@@ -105,8 +104,8 @@ LITERALS = {
     "Certainty": ("flashproof.reports.record", "how an exact value is known"),
     "Device": ("flashproof.impls.spec", "a kind of device"),
     "Dtype": ("flashproof.impls.spec", "a dtype by its name"),
-    "Slow": ("flashproof.impls.spec", "what takes long"),
-    "Status": ("flashproof.reports.record", "what came of a case"),
+    "Slow": ("flashproof.impls.spec", "what is slow"),
+    "Status": ("flashproof.reports.record", "the result of a case"),
     "TensorName": ("flashproof.reports.record", "the name of a result"),
 }
 MEANINGS = {
@@ -115,7 +114,7 @@ MEANINGS = {
     "Bool": '`Bool[Tensor, "1 keys"]` is a boolean tensor of this shape',
     "Case": "one input, and how the kernel is called with it. `str(case)` is [its line](commands.md), and `Case.parse` "
     "reads one. [flashproof/cases.py](../flashproof/cases.py) has the fields",
-    "Claimed": "a claim, or what makes it for a dtype and a device: `Arithmetic` or "
+    "Claimed": "a claim, or a function of dtype and device that returns one: `Arithmetic` or "
     "`Callable[[Dtype, Device], Arithmetic]`",
     "Float": '`Float[Tensor, "batch heads queries dim"]` is a floating-point tensor of this shape. Equal names stand '
     "for equal sizes, and `*shape` for any number of dimensions. `batch_or_1` is the batch, or 1",
@@ -245,11 +244,11 @@ def _described(module: str, name: str) -> tuple[str, set[str]]:
     assert isinstance(node, ast.ClassDef)
     members = list(_members(source, node))
     parts = [f"\n### `{name}`\n", f"\n{_words(node)}\n", f"\n```python\n{_stub(source, node, members)}\n```\n"]
-    for title, kinds in (("field", ("field", "property")), ("method", ("method",))):
+    for title, kinds in (("Fields", ("field", "property")), ("Methods", ("method",))):
         rows = [(each.name, each.meaning) for each in members if each.kind in kinds]
         if rows:
-            parts.append(f"\n| {title} | meaning |\n| --- | --- |\n")
-            parts += [f"| `{one}` | {_cell(meaning)} |\n" for one, meaning in rows]
+            parts.append(f"\n{title}:\n\n")
+            parts += [_item(*row) for row in rows]
     return "".join(parts), {one for each in members for one in each.types}
 
 
@@ -353,7 +352,7 @@ def _annotations(node: ast.FunctionDef) -> list[ast.expr]:
 
 
 def _types_of(annotations: Iterable[ast.expr]) -> Iterator[str]:
-    """Yields the names in annotations, without those of modules. A shape is no name."""
+    """Yields the names in annotations, without those of modules. A shape is not a name."""
     for annotation in annotations:
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
             yield from _types_of([ast.parse(annotation.value, mode="eval").body])
@@ -365,7 +364,7 @@ def _types_of(annotations: Iterable[ast.expr]) -> Iterator[str]:
 
 
 def _type(name: str) -> str:
-    """Returns the row of a type."""
+    """Returns the list item of a type."""
     if name in LITERALS:
         module, meaning = LITERALS[name]
         values = getattr(importlib.import_module(module), name)
@@ -375,9 +374,9 @@ def _type(name: str) -> str:
         meaning = MEANINGS[name]
     else:
         raise ValueError(f"{name}: in a signature, and not explained; give it a meaning in {Path(__file__).name}")
-    return f"| `{name}` | {_cell(meaning)} |\n"
+    return _item(name, meaning)
 
 
-def _cell(text: str) -> str:
-    """Returns the text of a cell, as sentences."""
-    return text[0].upper() + text[1:].replace("|", "\\|") + ("" if text.endswith((".", "?")) else ".")
+def _item(name: str, meaning: str) -> str:
+    """Returns a name and its meaning, in sentences, as an item of a list."""
+    return item(f"`{name}`: {meaning[0].upper()}{meaning[1:]}{'' if meaning.endswith(('.', '?')) else '.'}")

@@ -10,6 +10,7 @@ from flashproof.registry import Check, checks
 from flashproof.reports import mutants
 from flashproof.reports.evidence import gather
 from flashproof.reports.record import LAYERS, Combined, read
+from flashproof.reports.wording import item
 from flashproof.space import FACTORS, MODELS, space_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -22,24 +23,26 @@ SHOWN = 6  # for each check, the page shows the names of at most so many mutants
 SPACE = """
 ## The space of cases
 
-A case is a point in a space of factors. A level is a value that kernels may have code of their own for. The checks that
-are named after a way of calling share one covering array of the space. Every pair of levels that the claims allow, and
-that a run has room for, stands in some case of the array. `--thorough` then adds
-every triple of levels that fits in cases of an eighth of the work.
+A case is a point in a space of factors. A factor has levels. A level is a value for which a kernel may have its own
+code. The checks that are named after a way of calling share one covering array of the space. The array has every pair
+of levels that the claims allow, and that a run has room for, in some case. `--thorough` adds every triple of levels
+that fits in cases of an eighth of the work.
 
-Some levels hide the faults of others: a call without a backward, or one that asks for some of the gradients. A case
-with such a level counts for no pair of two other levels. Levels that make numbers zero, large or equal hide faults too,
-so half of the cases have plain numbers.
+Some levels hide the faults of others: a call without a backward, or a call that asks for only some of the gradients. A
+case with such a level does not count for a pair of two other levels. Levels that make numbers zero, large or equal hide
+faults too. So half of the cases have plain numbers.
 
-| factor | levels |
-| --- | --- |
+The factors and their levels:
+
 """
 COVERED = """
-These are {factors} factors with {levels} levels. The array of a kernel that claims all of them has {cases} cases on a
-CPU. They hold all {pairs} pairs, and {share} % of the {triples} triples.
+These are {factors} factors with {levels} levels.
+The array of a kernel that claims all of them has {cases} cases on a CPU.
+The cases have all {pairs} pairs, and {share} % of the {triples} triples.
 
-Beside the array are a few cases of plain numbers, since a bias shows best in them. Such a kernel is also called as
-models call it, in each dtype, for training and for one token of generation. The models are {models}.
+A few cases of plain numbers are added to the array, because a bias is easiest to see in them. Such a kernel is also
+called as models call it, in each dtype, for training and for one token of generation.
+The models are {models}.
 """
 COMBINED = """
 ### Combination mutants
@@ -47,9 +50,8 @@ COMBINED = """
 A combination mutant is a right kernel that is wrong only where two or three properties of a call meet, or beyond a
 size. It is wrong in one tensor, by 1 % of every number, by a few bits, in its last row or in one head. Its condition is
 drawn at random and not from the array.
-`python -m flashproof.tests.suite.mutants.combinations --thorough` draws them anew. The last row shows the suite when \
-its
-cases were lists by hand.
+`python -m flashproof.tests.suite.mutants.combinations --thorough` draws new ones. The last row shows an earlier suite,
+whose cases were lists written by hand.
 
 | checks | two properties meet | three properties meet | a size is beyond a limit |
 | --- | --- | --- | --- |
@@ -58,14 +60,14 @@ HEAD = """\
 # The checks
 
 flashproof runs a check for every implementation that claims one of its cases. A check is a Python function in
-[tests](../tests). The checks of a layer assume that those of the layers above it pass.
+[tests](../tests). The checks of a layer assume that those of the layers above it pass. For each check, this page has:
 
-- **Cases**: how many cases the check has for one dtype, on a CPU and on a GPU. An implementation is given those that it
+- *Cases*: how many cases the check has for one dtype, on a CPU and on a GPU. An implementation gets those that it
   claims.
-- **Needs**: a claim without which the check is not run.
-- **Mutants**: kernels with a deliberate fault each, the reason why a check exists. A mutant names the check that must
-  reject it. "3 named, 7 first" says that three mutants name this check, and that seven pass all checks above it in some
-  dtype and are rejected here.
+- *Needs*: claims without which the check is not run.
+- *Mutants*: kernels with one deliberate fault each. They are the reason why a check exists. A mutant names the check
+  that must reject it. "3 named, 7 first" says that three mutants name this check, and that this check is the first one
+  to reject seven mutants in some dtype.
 
 This page is generated: `python -m flashproof.tests.suite.documents` writes it from the checks and from the last full
 trial of the mutants.
@@ -78,14 +80,13 @@ def page() -> str:
     parts = [
         HEAD,
         SPACE,
-        *(f"| {factor.name} | {_listed(factor.levels)} |\n" for factor in FACTORS),
+        *(item(f"**{factor.name}**: {_listed(factor.levels)}") for factor in FACTORS),
         _covered(),
         _combined(),
     ]
     for layer in LAYERS:
-        parts.append(f"\n## {layer.capitalize()}\n")
-        parts.append("\n| check | what it asks | cases | needs | mutants |\n| --- | --- | --- | --- | --- |\n")
-        parts += [_row(check, *caught[check.name]) for check in checks().values() if check.layer == layer]
+        parts.append(f"\n## {layer.capitalize()}\n\n")
+        parts += [_described(check, *caught[check.name]) for check in checks().values() if check.layer == layer]
     return "".join(parts)
 
 
@@ -126,10 +127,13 @@ def _combined() -> str:
     return "".join(lines)
 
 
-def _row(check: Check, first: list[str], named: list[str]) -> str:
-    needs = ", ".join(f"`{claim}`" for claim in check.claims)
-    cells = [f"`{check.name}`", check.says, _cases(check), needs, _mutants(first, named)]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+def _described(check: Check, first: list[str], named: list[str]) -> str:
+    parts = [f"`{check.name}`: {check.says} *Cases*: {_cases(check)}."]
+    if check.claims:
+        parts.append(f"*Needs*: {', '.join(f'`{claim}`' for claim in check.claims)}.")
+    if first or named:
+        parts.append(f"*Mutants*: {_mutants(first, named)}.")
+    return item(" ".join(parts))
 
 
 def _cases(check: Check) -> str:
@@ -143,10 +147,8 @@ def _cases(check: Check) -> str:
 
 
 def _mutants(first: list[str], named: list[str]) -> str:
-    if not first and not named:
-        return ""
     names = [*named, *(name for name in first if name not in named)]
-    shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+    shown = ", ".join(names[:SHOWN]) + (" and others" if len(names) > SHOWN else "")
     return f"{len(named)} named, {len(first)} first: {shown}"
 
 

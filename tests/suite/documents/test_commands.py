@@ -305,12 +305,11 @@ def test_a_command_is_understood(command: str, pytestconfig: pytest.Config, monk
 
 
 def options() -> list[str]:
-    """Returns a command for each option of the table, for flashproof and for pytest."""
+    """Returns a command for each option that docs/commands.md lists, for flashproof and for pytest."""
     _, text = split(ROOT / "docs" / "commands.md")
-    table = text[text.index("| option | meaning |") :].split("\n\n")[0]
     found: list[str] = []
-    for row in table.splitlines()[2:]:
-        spelled = re.findall(r"`([^`]+)`", row.split(" | ")[0])
+    for item in re.findall(r"^- (`-.*?): ", text, re.MULTILINE):
+        spelled = re.findall(r"`([^`]+)`", item)
         found += [f"flashproof TARGET {spelled[0]}", f"pytest --impl TARGET {spelled[-1]}"]
     return found
 
@@ -404,7 +403,7 @@ def test_a_run_and_its_records_as_the_pages_say(project: Path) -> None:
         "python -m flashproof.reports.github out/runs/verify.jsonl": "passed: 1 of",
         "flashproof report cpu.jsonl gpu.jsonl.gz -o site": "site/index.html",
         "flashproof report records/ -o site": "site/index.html",
-        "python -m flashproof.reports.difference before.jsonl after.jsonl": "",
+        "flashproof diff before.jsonl after.jsonl": "No verdict changed",
         "python -m flashproof.reports.calibration RECORDS... -o FILE": "",
         "flashproof list": "tiled.fa2",
     }.items():

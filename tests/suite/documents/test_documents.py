@@ -1,6 +1,8 @@
-"""Tests that the generated pages agree with the code, and that every link leads to a file."""
+"""Tests that the generated pages agree with the code, that links lead to files, and that no line is too long."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,10 @@ import pytest
 from flashproof.tests.suite.documents import api, checks
 from flashproof.tests.suite.documents.checks import ROOT
 
+COLUMNS = 120
+DATA = (".json", ".gz", ".png")
+# Not yet wrapped: the templates and the style of the report.
+NOT_WRAPPED = ROOT / "reports" / "templates"
 PAGES = [path for path in ROOT.rglob("*.md") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)]
 
 
@@ -25,3 +31,20 @@ def test_the_page_of_the_api_is_current() -> None:
 def test_every_link_leads_to_a_file(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
     assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
+
+
+def test_no_line_is_too_long() -> None:
+    """The text files of the project have lines of at most 120 columns."""
+    if not (ROOT / ".git").exists() or not shutil.which("git"):
+        pytest.skip("git: not installed, or this is not a clone")
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = [ROOT / name for name in names.split("\0") if not name.endswith(DATA)]
+    texts = [path for path in paths if path.is_file() and not path.is_relative_to(NOT_WRAPPED)]
+    assert len(texts) > 100
+    long = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in texts
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if len(line) > COLUMNS
+    ]
+    assert not long

@@ -83,9 +83,21 @@ def test_what_the_assembler_said_is_asked_for_once(monkeypatch: pytest.MonkeyPat
     said = [launching.said_of("fa2.cu", "forward", (("DIM", 64),), target) for target in ("sm_80", "sm_80", "sm_90a")]
     assert said == ["fa2.cu forward {'DIM': 64} sm_80"] * 2 + ["fa2.cu forward {'DIM': 64} sm_90a"]
     assert compile_cubin.call_count == 2
-    monkeypatch.setattr(launching, "_sources", lambda source: "changed")
+    monkeypatch.setattr(launching, "_sources", lambda source, twin: "changed")
     launching.said_of("fa2.cu", "forward", (("DIM", 64),), "sm_80")
     assert compile_cubin.call_count == 3
+
+
+def test_the_twin_is_no_source_of_a_kernel_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a change of the twin, only the libraries of the twin are compiled again."""
+    shutil.copytree(launching.FOLDER, tmp_path / "cuda")
+    monkeypatch.setattr(launching, "FOLDER", tmp_path / "cuda")
+    sources = ("fa2.cu", "fa3.cu")
+    before = [launching._name(source, twin=twin) for source in sources for twin in (False, True)]
+    for file in ("twin.h", "twin_hopper.h"):
+        (tmp_path / "cuda" / file).write_text("changed")
+    after = [launching._name(source, twin=twin) for source in sources for twin in (False, True)]
+    assert [one == other for one, other in zip(before, after, strict=True)] == [True, False] * 2
 
 
 def test_what_triton_says_is_asked_for_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,4 +122,4 @@ def test_what_is_not_claimed_is_refused() -> None:
 
 
 def test_the_twin_is_missing() -> None:
-    assert str(fa3_float32.missing("cpu")).startswith("CPU twin: it does not know TMA and wgmma yet")
+    assert str(fa3_float32.missing("cpu")).startswith("CPU twin: it does not know the float32 parts")

@@ -1,9 +1,12 @@
 """`python -m flashproof.tests.suite.mutants` tries every mutant and every right kernel.
 
-    python -m flashproof.tests.suite.mutants [NAME ...] [-o RECORDS] [-j PROCESSES] [--in-turn]
+    python -m flashproof.tests.suite.mutants [NAME ...] [-o RECORDS] [-j PROCESSES] [--in-turn | --quick]
 
 It tries them by the checks of the suite and by the rules that other projects use, and writes records and their page.
 The checks that try a mutant stop at the first check that rejects it.
+
+With `--quick`, it tries them by the checks and cases of a quick run alone, without the time limit of a quick run. It
+counts the rejections and writes no records.
 
 The exit status is 0 if every mutant was rejected in a dtype that it names, by a check that it names, and if no right
 kernel was rejected. Otherwise it is 1.
@@ -22,7 +25,7 @@ from threadpoolctl import threadpool_limits
 
 # Without a GPU, this module selects Triton's interpreter. It must do so before Triton is imported.
 import flashproof.impls.triton  # noqa: F401
-from flashproof import registry
+from flashproof import quick, registry
 from flashproof.cases import Case
 from flashproof.environment import environment, run_name
 from flashproof.impls import catalogue
@@ -179,10 +182,40 @@ def tried(job: Job) -> list[Trial]:
     return found
 
 
+def quickly(job: Job) -> str:
+    """Returns the first check of a quick run that rejects a specimen; empty if none does."""
+    implementation = job.implementation()
+    space = space_of(implementation, effort="quick")
+    for name, count in quick.CHECKS.items():
+        check = registry.checks()[name]
+        if not all(getattr(implementation.supports, claim) for claim in check.claims):
+            continue
+        cases = check.cases(implementation, job.dtype, space)[:count]
+        if cases and trial.ask(check, job.implementation(), job.dtype, cases).verdict == "rejected":
+            return name
+    return ""
+
+
+def all_tried_quickly(work: list[Job], processes: int) -> int:
+    """Prints how many mutants a quick run rejects, and each of the others. Returns the number of false alarms."""
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        found = list(zip(work, pool.imap(quickly, work, chunksize=1), strict=True))
+    mutants = dict.fromkeys((job.specimen.name for job, _ in found if job.patched and not job.specimen.survives), "")
+    alarms = []
+    for job, check in found:
+        if job.specimen.name in mutants:
+            mutants[job.specimen.name] = mutants[job.specimen.name] or check
+        elif check and not job.patched:
+            alarms.append(f"{job.specimen.name}, {job.dtype}: {check}")
+    missed = [name for name, check in mutants.items() if not check]
+    print(f"missed: {', '.join(missed)}")
+    print(f"a quick run rejects {len(mutants) - len(missed)} of {len(mutants)} mutants")
+    print(f"false alarms: {'; '.join(alarms) or 'none'}")
+    return len(alarms)
+
+
 def all_tried(work: list[Job], processes: int) -> Iterator[tuple[Job, list[Trial]]]:
     """Yields each job with its trials. They run in this process, or in several."""
-    torch.set_num_threads(1)
-    threadpool_limits(1, user_api="blas")
     if processes == 1:
         for job in work:
             yield job, tried(job)
@@ -218,7 +251,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="where the records go, instead of a file of its own in reports/runs",
     )
     parser.add_argument("-j", "--processes", type=int, default=1, metavar="PROCESSES", help="1 unless given")
-    parser.add_argument("--in-turn", action="store_true", help="variants in one dtype each, which takes half as long")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--in-turn", action="store_true", help="variants in one dtype each, which takes half as long")
+    how.add_argument("--quick", action="store_true", help="by the checks and cases of a quick run; writes no records")
     options = parser.parse_args(arguments)
     run = run_name()
     try:
@@ -228,6 +263,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in sorted({job.patched.of for job in work if job.patched}):
         if reason := catalogue.load(name).missing("cpu"):
             parser.exit(2, f"{name}: {reason}; without it the mutants of {name} cannot be tried\n")
+    torch.set_num_threads(1)
+    threadpool_limits(1, user_api="blas")
+    if options.quick:
+        return 1 if all_tried_quickly(work, options.processes) else 0
     settings = Settings.of(mutant.ROOT)
     path = options.output or settings.records / f"{run}.jsonl"
     started, faults = time.monotonic(), 0

@@ -100,7 +100,9 @@ def _layout(tensor: Tensor) -> str:
         return "columns"
     if dim == 2 and sizes[3] > 1:
         return "sliced"
-    return "transposed" if heads < length and sizes[1] > 1 and sizes[2] > 1 else "contiguous"
+    if heads < length and sizes[1] > 1 and sizes[2] > 1:
+        return "transposed"
+    return "cropped" if heads > length * sizes[2] and sizes[1] > 1 else "contiguous"
 
 
 def _address(tensor: Tensor) -> str:
@@ -160,6 +162,7 @@ def of_forward(tensors: tuple[Tensor, ...], keywords: dict[str, Any]) -> tuple[S
         "sharing": "apart" if len(set(storages)) == 3 else "all" if len(set(storages)) == 1 else "key and value",
         "gradients": "inference" if torch.is_inference_mode_enabled() else str(torch.is_grad_enabled()),
         "wanted": " ".join(wanted),
+        "inputs": "leaves" if query.is_leaf else "results of operations",
         "thread": "main" if threading.current_thread() is threading.main_thread() else "another",
         "threads of loops": "several" if torch.get_num_threads() > 1 else "one",
         "default dtype": str(torch.get_default_dtype()),

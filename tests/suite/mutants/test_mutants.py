@@ -24,4 +24,4 @@ def test_mutant_is_rejected(one: Mutant) -> None:
     trials = (trial.ask(check, mutant.build(one), dtype) for dtype in one.dtypes for check in mutant.asked(one))
     outcome = next((outcome for outcome in trials if outcome.verdict == "rejected"), None)
     assert outcome, f"{one.name}: {one.says}; {one.check} let it through"
-    assert not SLIPS.search(outcome.said), f"{one.name}: its patch is no kernel: {outcome.said}"
+    assert not SLIPS.search(outcome.said), f"{one.name}: its patch is not a kernel: {outcome.said}"

@@ -1,6 +1,6 @@
 """Tests the expected spread of errors.
 
-One arithmetic does what is claimed and must pass. Another is slightly less accurate and must not pass.
+An answer with the claimed arithmetic must pass. An answer with a slightly less accurate arithmetic must not pass.
 """
 
 import math
@@ -95,7 +95,7 @@ def truncated(tensor: Tensor, bits: int) -> Tensor:
 def test_an_exponential_of_fewer_digits_is_outside() -> None:
     """An exponential with an error of at most two units in the last place passes, truncated or not.
 
-    One with an error of 2^-20 does not pass, on an input where hardly anything else rounds.
+    An exponential with an error of 2^-20 does not pass. The input has hardly any other rounding.
     """
     problem = problem_of("b1 h2 q500 k2 d8 x0.25")
     exact, variance = naive.attention(problem).out, spread.variances(problem, FLOAT32).elements.out
@@ -191,7 +191,7 @@ def test_errors_as_large_as_expected_have_a_root_mean_square_of_one() -> None:
     assert beyond.too_large
 
 
-def test_one_wild_row_does_not_tell_of_all() -> None:
+def test_one_wild_row_does_not_fail_the_tensor() -> None:
     exact = torch.zeros(1, 1, 64, 8, dtype=torch.float64)
     got = exact + 0.1
     got[0, 0, 17] = 10.0

@@ -1,6 +1,7 @@
-"""The pages in a browser: they cause no errors and no requests, fit into the window, and name every image."""
+"""The pages in a browser: no error, no request, no overflow, a name for every image, and a script that works."""
 
 import importlib.util
+import re
 import shutil
 from collections.abc import Iterator
 from itertools import pairwise
@@ -13,7 +14,7 @@ from flashproof.reports import wording
 from flashproof.tests.suite.reports import building
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Page
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = [
@@ -33,7 +34,11 @@ FLAGS = (
 )
 PAGES = [
     f"{name}.html"
-    for name in ("index", "triton.fa2", "cuda.fa1", wording.stem(building.SDPA), wording.stem(building.HOSTILE))
+    for name in (
+        *("index", "errors", "mutants", "speed", "how", "triton.fa2", "cuda.fa1"),
+        wording.stem(building.SDPA),
+        wording.stem(building.HOSTILE),
+    )
 ]
 
 
@@ -47,7 +52,7 @@ def browser() -> Iterator["Browser"]:
         chromium.close()
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1400, "light")])
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_opens_offline_and_fits(
     browser: "Browser", site: Path, name: str, width: int, scheme: Literal["light", "dark"]
@@ -60,13 +65,40 @@ def test_a_page_opens_offline_and_fits(
     requests: list[str] = []
     page.on("request", lambda request: requests.append(request.url))
     page.goto((site / name).as_uri())
-    for details in page.locator("details").all():
-        details.evaluate("element => { element.open = true }")
+    page.evaluate("for (const fold of document.querySelectorAll('details')) fold.open = true")
+    page.wait_for_function("!document.querySelector('.cases > p')")
     assert troubles == []
-    assert requests == [(site / name).as_uri()]
+    cases = f"cases/{name.removesuffix('html')}js"
+    assert set(requests) <= {(site / file).as_uri() for file in (name, cases, "style.css", "script.js")}
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate(_CLIPPED) == []
+    _check_what_is_heard(page)
     page.close()
+
+
+def _check_what_is_heard(page: "Page") -> None:
+    """Headings have no gap, images and boxes that scroll have names, and the page has a title and a language."""
+    levels = [
+        int(level)
+        for level in page.eval_on_selector_all(
+            "h1, h2, h3, h4, h5, h6", "all => all.map(heading => heading.tagName[1])"
+        )
+    ]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels)), levels
+    unnamed = page.eval_on_selector_all(
+        "svg, img",
+        "all => all.filter(image => !image.closest('[aria-hidden=true], [role=img] *') && "
+        "!image.getAttribute('aria-label') && !image.alt).length",
+    )
+    assert unnamed == 0
+    assert page.title()
+    assert page.locator("html").get_attribute("lang") == "en"
+    regions = page.eval_on_selector_all(
+        ".scroll", "all => all.filter(box => !box.getAttribute('aria-label') || box.tabIndex !== 0).length"
+    )
+    assert regions == 0
 
 
 # A script that finds boxes that extend beyond the window although no ancestor scrolls.
@@ -79,54 +111,75 @@ _CLIPPED = """
 """
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_can_be_read_by_ear(browser: "Browser", site: Path, name: str) -> None:
-    page = browser.new_page()
-    page.goto((site / name).as_uri())
-    levels = [
-        int(level)
-        for level in page.eval_on_selector_all(
-            "h1, h2, h3, h4, h5, h6", "all => all.map(heading => heading.tagName[1])"
-        )
-    ]
-    assert levels[0] == 1
-    assert levels.count(1) == 1
-    assert all(after <= before + 1 for before, after in pairwise(levels)), levels
-    unnamed = page.eval_on_selector_all(
-        "svg, img",
-        "all => all.filter(image => !image.closest('[aria-hidden=true]') && "
-        "!image.getAttribute('aria-label') && !image.alt).length",
-    )
-    assert unnamed == 0
-    assert page.title()
-    assert page.locator("html").get_attribute("lang") == "en"
-    regions = page.eval_on_selector_all(
-        ".scroll", "all => all.filter(box => !box.getAttribute('aria-label') || box.tabIndex !== 0).length"
-    )
-    assert regions == 0
-    page.close()
-
-
-def test_charts_take_the_colour_of_the_page(browser: "Browser", site: Path) -> None:
-    colours = {}
+def test_charts_are_readable_in_both_schemes(browser: "Browser", site: Path) -> None:
+    """Every text of a chart stands out from the page by a contrast of 4.5."""
     schemes: tuple[Literal["light", "dark"], ...] = ("light", "dark")
     for scheme in schemes:
         page = browser.new_page(color_scheme=scheme)
         page.goto((site / "triton.fa2.html").as_uri())
-        colours[scheme] = page.evaluate(
-            "[getComputedStyle(document.body).color, "
-            "...[...document.querySelectorAll('.chart text')].map(text => getComputedStyle(text).fill)]"
+        pairs = page.evaluate(
+            "[...new Set([...document.querySelectorAll('.chart text')].map(text => getComputedStyle(text).fill))]"
+            ".map(fill => [fill, getComputedStyle(document.body).backgroundColor])"
         )
-        assert len(colours[scheme]) > 50
-        assert len(set(colours[scheme])) == 1, "every text of a chart has the colour of the page's text"
+        assert len(pairs) > 1
+        for fill, behind in pairs:
+            light, dark = sorted((_luminance(fill), _luminance(behind)), reverse=True)
+            assert (light + 0.05) / (dark + 0.05) > 4.5, (scheme, fill, behind)
         page.close()
-    assert colours["light"][0] != colours["dark"][0]
+
+
+def _luminance(colour: str) -> float:
+    """The relative luminance of "rgb(12, 34, 56)", as WCAG defines it."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def test_the_line_to_repeat_is_selected_whole(browser: "Browser", site: Path) -> None:
     page = browser.new_page()
-    page.goto((site / "triton.fa2.html").as_uri())
-    line = page.locator("code.again").first
+    page.goto(f"{(site / 'triton.fa2.html').as_uri()}#out")
+    line = page.locator("#out code.again").first
     line.click()
     assert page.evaluate("getSelection().toString()") == line.text_content()
+    page.close()
+
+
+def test_a_cell_opens_its_cases(browser: "Browser", site: Path) -> None:
+    """By keyboard: from the cell of the overview to the list of all cases, which is searched by words."""
+    page = browser.new_page()
+    page.goto((site / "index.html").as_uri())
+    page.locator(".matrix a[href='triton.fa2.html#out']").first.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#out .cases tbody tr")
+    rows = page.locator("#out .cases tbody tr")
+    assert rows.first.locator("td").first.text_content() == "failed"
+    before = rows.count()
+    page.locator("#out .cases input").fill("bfloat16 x16")
+    assert 0 < rows.count() < before
+    assert all("x16" in (row or "") for row in rows.all_text_contents())
+    page.close()
+
+
+def test_devices_are_switched(browser: "Browser", site: Path) -> None:
+    page = browser.new_page()
+    page.goto((site / "index.html").as_uri())
+    visible = "[...document.querySelectorAll('.matrix tbody tr:not(.group)')].filter(row => row.offsetHeight).length"
+    every = page.evaluate(visible)
+    page.get_by_label("NVIDIA H200").check()
+    assert 0 < page.evaluate(visible) < every
+    page.close()
+
+
+def test_tables_are_sorted_and_filtered(browser: "Browser", site: Path) -> None:
+    page = browser.new_page()
+    page.goto((site / "errors.html").as_uri())
+    page.get_by_role("button", name="rho").click()
+    shown = page.evaluate("[...document.querySelectorAll('#worst tbody tr')].map(row => row.cells[4].dataset.value)")
+    numbers = [float(text) for text in shown if text != "nan"]
+    assert numbers == sorted(numbers, reverse=True)
+    page.get_by_label("dtype").select_option("float16")
+    kinds = page.evaluate(
+        "[...document.querySelectorAll('#worst tbody tr')].filter(row => !row.hidden).map(row => row.dataset.dtype)"
+    )
+    assert set(kinds) == {"float16"}
     page.close()

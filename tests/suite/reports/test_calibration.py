@@ -35,8 +35,8 @@ def test_the_worst_of_each_is_shown(tmp_path: Path) -> None:
     ]
     text = calibration.table([building.write(tmp_path / "run.jsonl", records)])
     (line,) = (line for line in text.splitlines() if line.startswith("| triton.fa2"))
-    assert [cell.strip() for cell in line.split("|")[4:11]] == ["0.70", "", "", "", "0.90", "0.80", "0.80"]
-    assert "+0.240 ± 0.010 of 0.250, out, `worse`" in line
+    assert [cell.strip() for cell in line.split("|")[3:10]] == ["0.70", "", "", "", "0.90", "0.80", "0.80"]
+    assert "\n- triton.fa2, float32: +0.240 ± 0.010, allowance 0.250, out, `worse`\n" in text
 
 
 def test_a_run_that_judged_nothing_is_not_told(tmp_path: Path) -> None:

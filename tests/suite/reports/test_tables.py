@@ -105,23 +105,6 @@ def test_the_verdict_of_nothing_is_not_a_pass(tmp_path: Path) -> None:
     )
 
 
-def test_the_matrix_holds_every_implementation_dtype_and_check(tmp_path: Path) -> None:
-    both = gather(
-        [building.write(tmp_path / "cpu", building.cpu_run()), building.write(tmp_path / "gpu", building.gpu_run())]
-    )
-    matrix = tables.matrix(both)
-    assert [kernel.name for kernel, _ in matrix.rows] == sorted(
-        ["tiled.fa2", "triton.fa2", "cuda.fa1", building.SDPA, building.HOSTILE]
-    )
-    assert sum(count for _, count in matrix.layers) == len(matrix.checks)
-    for kernel_, rows in matrix.rows:
-        assert len(rows) == 3 * len(kernel_.machines)
-        assert sum(row.span for row in rows) == len(rows)
-        assert all(len(row.cells) == len(matrix.checks) for row in rows)
-    states = {cell.state for _, rows in matrix.rows for row in rows for cell in row.cells}
-    assert states == set(tables.STATES), "the records of the tests show every state"
-
-
 # --------------------------------------------------------------------------------------------------------- figures
 
 

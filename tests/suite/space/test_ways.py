@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashproof import judging, ways
-from flashproof.calling import UNOBSERVED, Refused
+from flashproof.calling import UNOBSERVED, Fault, Refused
 from flashproof.cases import Call, Case
 from flashproof.impls.spec import Implementation
 from flashproof.tests.suite.mutants.combinations import Mutant, Spy, kernel
@@ -18,6 +18,7 @@ SHOWS: dict[Call, tuple[str, str]] = {
     "no_grad": ("gradients", "False"),
     "inference": ("gradients", "inference"),
     "accumulated": ("output gradient", "zero"),
+    "projected": ("inputs", "results of operations"),
     "twice": ("backward", "again"),
     "two-forwards": ("between", "another forward"),
     "after-another": ("scale", "given"),
@@ -67,6 +68,19 @@ def test_a_fault_of_one_way_shows_there_alone(call: Call) -> None:
             for judged in judging.judge(one.answer, one.case, claim, tuple(one.answer.tensors), one.given)
         ]
         assert all(found) != wrong
+
+
+def test_a_kernel_may_not_change_what_other_operations_returned() -> None:
+    """Autograd allows it, and the gradients of this call are right. Other uses of the query get the wrong numbers."""
+    right = kernel(Spy()).attention
+
+    def changes(query: torch.Tensor, *others: torch.Tensor, **keywords: object) -> object:
+        return right(query if query.is_leaf else query.mul_(1.25).mul_(0.5), *others, **keywords)
+
+    implementation = Implementation(name="changes", attention=changes, bare=True)
+    case = Case.parse("b1 h1 q4 k4 d8 float32 projected")
+    with pytest.raises(Fault, match="changed its query in place"):
+        list(ways.computed(implementation, case, "cpu", UNOBSERVED))
 
 
 def test_only_what_is_wanted_is_answered() -> None:

@@ -1,0 +1,131 @@
+"""The table of worst known errors: what is known of each implementation, tensor and dtype.
+
+rho is a share of an implementation's own allowance, and does not rank implementations. The largest and the median
+error on cases that all of them were given do. These stand beside it, in ulps and as absolute numbers.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+
+from flashproof.reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, size
+
+SHARED_CASES = 8  # an implementation that leaves fewer common cases has no figures on common cases
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The errors on the common cases: for each case its largest error.
+
+    absolute, ulps: the largest and the median. ulps is None for the LSE, and where the records do not hold it.
+    """
+
+    cases: int
+    absolute: tuple[float, float]
+    ulps: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """The worst known error of one tensor in one dtype.
+
+    alike: other implementations whose worst case, worst element and answer are the same, bit for bit.
+    """
+
+    kernel: Kernel
+    machine: Machine
+    dtype: str
+    tensor: str
+    worst: Judged
+    ulps: float | None
+    spread: Spread | None
+    alike: tuple[str, ...]
+
+
+def rows(evidence: Evidence) -> list[Row]:
+    """All rows: by dtype, then by tensor, then by name."""
+    return [row for dtype in evidence.dtypes for tensor in TENSORS for row in _of_tensor(evidence, dtype, tensor)]
+
+
+def _of_tensor(evidence: Evidence, dtype: str, tensor: str) -> list[Row]:
+    groups: dict[tuple[str, Machine], tuple[Kernel, list[Judged]]] = {}
+    for kernel in evidence.kernels:
+        for judged in kernel.judged:
+            one = judged.judgement
+            if (one.dtype, one.tensor) == (dtype, tensor) and judged.rho is not None:
+                groups.setdefault((kernel.name, judged.machine), (kernel, []))[1].append(judged)
+    common = _common({place: own for place, (_, own) in groups.items()})
+    worst = {place: max(own, key=lambda judged: size(judged.rho)) for place, (_, own) in groups.items()}
+    alike = _alike(worst)
+    rows = []
+    for (name, machine), (kernel, own) in groups.items():
+        ulps = [size(judged.judgement.ulps) for judged in own if judged.judgement.ulps is not None]
+        spread = _spread(own, common[name, machine])
+        rows.append(
+            Row(
+                kernel,
+                machine,
+                dtype,
+                tensor,
+                worst[name, machine],
+                max(ulps, default=None),
+                spread,
+                tuple(other for other in alike[_answer(worst[name, machine])] if other != name),
+            )
+        )
+    return rows
+
+
+def _common(groups: dict[tuple[str, Machine], list[Judged]]) -> dict[tuple[str, Machine], set[str]]:
+    """For each group, the cases that it shares with all others.
+
+    A group that would leave fewer than SHARED_CASES to the larger ones is left out of the comparison. It gets no cases.
+    """
+    cases = {
+        place: {judged.judgement.case for judged in own if judged.judgement.worst} for place, own in groups.items()
+    }
+    taking: list[tuple[str, Machine]] = []
+    shared: set[str] = set()
+    for place in sorted(cases, key=lambda place: (-len(cases[place]), place)):
+        rest = shared & cases[place] if taking else cases[place]
+        if len(rest) >= SHARED_CASES:
+            shared = rest
+            taking.append(place)
+    return {place: shared if place in taking and len(taking) > 1 else set() for place in groups}
+
+
+def _spread(own: list[Judged], common: set[str]) -> Spread | None:
+    absolute: defaultdict[str, float] = defaultdict(float)
+    ulps: defaultdict[str, float] = defaultdict(float)
+    for judged in own:
+        one = judged.judgement
+        if one.case in common and one.worst:
+            absolute[one.case] = max(absolute[one.case], size(one.worst.error))
+            if one.ulps is not None:
+                ulps[one.case] = max(ulps[one.case], size(one.ulps))
+    if not absolute:
+        return None
+    whole = len(ulps) == len(absolute)
+    return Spread(len(absolute), _extent(absolute.values()), _extent(ulps.values()) if whole else None)
+
+
+def _extent(figures: Iterable[float]) -> tuple[float, float]:
+    every = list(figures)
+    return max(every), median(every)
+
+
+def _answer(judged: Judged) -> tuple[object, ...]:
+    """What tells two worst errors apart. Two kernels with the same answer there run the same code, or the same sums."""
+    one = judged.judgement
+    element = one.worst
+    return (one.case, element.index, str(element.got)) if element else (one.case, one.implementation)
+
+
+def _alike(worst: dict[tuple[str, Machine], Judged]) -> dict[tuple[object, ...], list[str]]:
+    groups: defaultdict[tuple[object, ...], list[str]] = defaultdict(list)
+    for (name, _), judged in worst.items():
+        answer = _answer(judged)
+        if name not in groups[answer]:
+            groups[answer].append(name)
+    return groups

@@ -1,0 +1,141 @@
+"""What the first page shows: the matrix as it is drawn, and where errors grow."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from markupsafe import Markup
+
+from flashproof.reports import charts, mutants, overview, tables, wording
+from flashproof.reports.evidence import Evidence
+from flashproof.reports.speed import Timing
+
+TALLEST = 21  # pixels of a bar
+BOUND = 16  # pixels of a bar with rho 1
+
+
+def values(evidence: Evidence, timings: Sequence[Timing]) -> dict[str, Any]:
+    """The values of the template index.html."""
+    suite = mutants.scores(evidence.mutation, mutants.rows(evidence.mutation))[0] if evidence.mutation else None
+    series: defaultdict[str, list[tables.Series]] = defaultdict(list)
+    for curve, machine in evidence.curves:
+        series[curve.chart].append(tables.series(curve, machine))
+    speeds, speed_title, fastest = _speeds(timings)
+    judging = {judged.judgement.run for kernel in evidence.kernels for judged in kernel.judged}
+    dates = sorted(environment.date[:10] for environment in evidence.environments if environment.run in judging)
+    machines = [str(machine) for machine in evidence.machines if machine.name]
+    return {
+        "evidence": evidence,
+        "verdict": overview.verdict(evidence),
+        "machines": machines,
+        "date": dates[-1] if dates else "",
+        "groups": [(title, [Row(line) for line in lines]) for title, lines in overview.lines(evidence)],
+        "columns": overview.columns(overview.layers(evidence)),
+        "places": list(dict.fromkeys(machines)),
+        "speeds": speeds,
+        "speed_title": speed_title,
+        "fastest": fastest,
+        "suite": suite,
+        "growing": _growing(evidence),
+        "curves": [(name, charts.curves(every, f"{name}: {heading(every)}"), every) for name, every in series.items()],
+        "judgements": sum(len(kernel.judged) for kernel in evidence.kernels),
+        "cases": len({j.judgement.case for kernel in evidence.kernels for j in kernel.judged if j.judgement.case}),
+    }
+
+
+def _speeds(timings: Sequence[Timing]) -> tuple[dict[tuple[str, str], list[float | None]], str, float]:
+    """The speeds beside the matrix: of the setting in float16 in which most implementations were timed."""
+    forward = [t for t in timings if t.direction == "forward" and t.dtype == "float16"]
+    if not forward:
+        return {}, "", 1.0
+    places = Counter((t.length, t.dim, t.causal, t.device) for t in forward)
+    (length, dim, causal, device), _ = places.most_common(1)[0]
+    found: dict[tuple[str, str], list[float | None]] = {}
+    for t in timings:
+        if (t.length, t.dim, t.causal, t.device, t.dtype) == (length, dim, causal, device, "float16"):
+            found.setdefault((t.implementation, device), [None, None])[t.direction == "backward"] = t.tflops
+    title = f"float16, {length} tokens, head dim {dim}{', causal' if causal else ''}"
+    return found, title, max(value for pair in found.values() for value in pair if value)
+
+
+class Form(NamedTuple):
+    """A bar of a strip: the class of its form, and its height in pixels (0 for a form without a height)."""
+
+    mark: str
+    height: int
+
+
+class Cell:
+    """A cell of the matrix, as the template draws it."""
+
+    def __init__(self, strip: overview.Strip) -> None:
+        self.key, self.words, self.figure = strip.column.key, strip.words, strip.figure
+        self.title = strip.column.title
+        self.bars = [_form(bar) for bar in strip.bars]
+        state = strip.worst.state
+        self.kind = {"failed": "failed", "known defect": "known-defect"}.get(state, "")
+        states = {bar.state for bar in strip.bars}
+        if "not possible here" in states:
+            self.nothing = "not run here"
+        else:
+            self.nothing = "not claimed" if "not claimed" in states else "not run"
+        self.zero = self.figure.startswith("0.")
+        self.word, _, self.rest = (
+            self.figure.rpartition(" ") if self.figure.startswith("rms") else ("", "", self.figure)
+        )
+
+
+def _form(bar: overview.Bar) -> Form:
+    letters = {"passed": "", "failed": "f", "known defect": "d"}
+    if bar.state not in letters:
+        return Form({"refused": "r", "not claimed": "n"}.get(bar.state, "x"), 0)
+    letter = letters[bar.state]
+    if bar.rho is None:
+        return Form(f"o{letter}", 0)
+    height = BOUND * math.sqrt(bar.rho) if bar.rho < math.inf else math.inf
+    return Form(letter, max(1, round(min(height, TALLEST))))
+
+
+class Row:
+    """A row of the matrix, as the template draws it."""
+
+    def __init__(self, line: overview.Line) -> None:
+        self.kernel, self.machine, self.state, self.note, self.strips = (
+            line.kernel,
+            line.machine,
+            line.state,
+            line.note,
+            line.strips,
+        )
+        self.cells = [Cell(strip) for strip in line.strips]
+
+
+def heading(series: Sequence[tables.Series]) -> str:
+    """The title of a chart of curves."""
+    return f"{series[0].curve.y_title} against {series[0].curve.x_title}"
+
+
+def _growing(evidence: Evidence) -> list[tuple[str, list[Markup]]]:
+    """Rho of out and dV over the magnitude of the scores: a chart for each dtype, a line for each implementation."""
+    found = []
+    for tensor in ("out", "dv"):
+        svgs = []
+        for dtype in evidence.dtypes:
+            lines = []
+            for kernel in evidence.kernels:
+                for machine in kernel.machines:
+                    points = tables.places(kernel, machine, tensor, dtype, "magnitude")
+                    if len(points) > 1:
+                        states = {judged.judgement.status for _, judged in points}
+                        state = next((s for s in ("failed", "known defect") if s in states), "passed")
+                        lines.append((wording.short_name(kernel.name), state, points))
+            if lines:
+                title = f"{wording.TITLES[tensor]}, {dtype}"
+                failing = wording.listed(dict.fromkeys(name for name, state, _ in lines if state == "failed"))
+                about = f"{len(lines)} implementations; {failing or 'none'} above the bound"
+                label = f"{title}: rho over score magnitude of {about}"
+                svgs.append(charts.magnitudes(lines, title, label))
+        if svgs:
+            found.append((tensor, svgs))
+    return found

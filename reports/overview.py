@@ -1,0 +1,291 @@
+"""The first screen: a sentence of verdict, and a row for each implementation on each device."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from flashproof.reports import tables, wording
+from flashproof.reports.checks import LAYER_SENTENCES
+from flashproof.reports.evidence import DTYPES, TENSORS, Evidence, Judged, Kernel, Machine, dtype_order, severity, size
+from flashproof.reports.record import LAYERS, Judgement
+from flashproof.reports.tables import State
+
+OF_TENSORS = ("accuracy", "gradients")  # the layers whose tensors have columns of their own
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the first screen: a tensor of the accuracy and gradient checks, or another layer of checks."""
+
+    key: str
+    title: str
+    sentence: str
+    layers: tuple[str, ...]
+    tensor: str = ""  # empty for a layer
+
+    def holds(self, judgement: Judgement) -> bool:
+        """Whether a judgement belongs to this column. A fault without a tensor belongs to all tensors of its layer."""
+        layer = judgement.check.partition("/")[0]
+        if not self.tensor:
+            return layer in self.layers
+        if layer not in OF_TENSORS:
+            return False
+        if judgement.tensor is None:
+            return layer == self.layers[0]
+        return judgement.tensor == self.tensor
+
+
+_TENSORS = (
+    ("out", "out", "accuracy", "The output: each element against the bound of its arithmetic."),
+    ("lse", "LSE", "accuracy", "The log-sum-exp of the scaled scores of each query, against its bound."),
+    ("dq", "dQ", "gradients", "The gradient of the queries, against its bound."),
+    ("dk", "dK", "gradients", "The gradient of the keys, against its bound."),
+    ("dv", "dV", "gradients", "The gradient of the values, against its bound."),
+)
+_TITLES = {
+    "stability": "overflow",
+    "masks": "masks",
+    "properties": "exact probes",
+    "memory": "memory",
+    "contract": "calls",
+    "determinism": "repeats",
+}
+
+
+@cache
+def columns(layers: tuple[str, ...]) -> tuple[Column, ...]:
+    """The columns for these layers: the tensors first, then accuracy in hard places, and the contract of the call.
+
+    A layer that flashproof does not know has a column of its own name.
+    """
+    known = [
+        Column(tensor, title, sentence, (layer, *(other for other in OF_TENSORS if other != layer)), tensor)
+        for tensor, title, layer, sentence in _TENSORS
+        if set(OF_TENSORS) & set(layers)
+    ]
+    known += [
+        Column(layer, title, LAYER_SENTENCES[layer], (layer,)) for layer, title in _TITLES.items() if layer in layers
+    ]
+    return (*known, *(Column(layer, layer, "", (layer,)) for layer in layers if layer not in LAYERS))
+
+
+def layers(evidence: Evidence) -> tuple[str, ...]:
+    """The layers of all checks of the evidence."""
+    return tuple(dict.fromkeys(check.partition("/")[0] for check in evidence.checks))
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The result of one column in one dtype."""
+
+    dtype: str
+    state: State
+    worst: Judged | None = None  # the worst judgement, by `severity`
+
+    @property
+    def rho(self) -> float | None:
+        """The largest rho, where a rho was judged."""
+        return None if self.worst is None or self.worst.rho is None else size(self.worst.rho)
+
+
+@dataclass(frozen=True)
+class Strip:
+    """A cell: a bar for each dtype, and the worst of them."""
+
+    column: Column
+    bars: tuple[Bar, ...]
+    worst: Bar
+
+    @property
+    def figure(self) -> str:
+        """The number under which the cell is known: its largest rho, or why it fails."""
+        judged = self.worst.worst
+        return "" if judged is None else wording.short_reason(judged.judgement)
+
+    @property
+    def words(self) -> str:
+        """The cell for those who do not see it, and for a pointer: "float32 passed 0.05; float16 failed 1.7"."""
+        return "; ".join(
+            f"{bar.dtype or 'any dtype'} {bar.state}"
+            + (f" {wording.short_reason(bar.worst.judgement)}" if bar.worst else "")
+            for bar in self.bars
+        )
+
+
+@dataclass(frozen=True)
+class Line:
+    """The row of one implementation on one machine. state: as of `tables.verdict`, for this machine alone."""
+
+    kernel: Kernel
+    machine: Machine
+    state: State
+    note: str
+    strips: tuple[Strip, ...]
+
+
+GROUPS: dict[str, tuple[State, ...]] = {
+    "fails": ("failed",),
+    "known defects": ("known defect",),
+    "holds its bound on every case": ("passed",),
+    "refused every case": ("refused",),
+    "not run here": ("not possible here", "not claimed", "not run"),
+}
+
+
+def lines(evidence: Evidence) -> list[tuple[str, list[Line]]]:
+    """The rows by group, the gravest group first, and in it the largest rho first where something fails."""
+    shown = columns(layers(evidence))
+    all_lines = [line(kernel, machine, shown, evidence) for kernel in evidence.kernels for machine in kernel.machines]
+    groups = []
+    for title, states in GROUPS.items():
+        here = [line for line in all_lines if line.state in states]
+        if title == "fails":
+            here.sort(
+                key=lambda line: -max((size(_rho(bar.worst)) for s in line.strips for bar in s.bars), default=0.0)
+            )
+        if here:
+            groups.append((title, here))
+    return groups
+
+
+def _rho(judged: Judged | None) -> float | str | None:
+    return None if judged is None or judged.judgement.status != "failed" else judged.rho
+
+
+def key_of(judgement: Judgement) -> str:
+    """The column in which a judgement is found first."""
+    layer = judgement.check.partition("/")[0]
+    return next((column.key for column in columns((layer,)) if column.holds(judgement)), layer)
+
+
+def line(kernel: Kernel, machine: Machine, shown: tuple[Column, ...], evidence: Evidence) -> Line:
+    """The row of an implementation on a machine, with these columns."""
+    own = [judged for judged in kernel.judged if judged.machine == machine]
+    if not own:
+        verdict = tables.verdict(kernel) if not kernel.judged else tables.Cell("not run")
+        return Line(kernel, machine, verdict.state, verdict.note, ())
+    by_place: defaultdict[tuple[str, str], list[Judged]] = defaultdict(list)
+    for judged in own:
+        for column in shown:
+            if column.holds(judged.judgement):
+                by_place[column.key, judged.judgement.dtype].append(judged)
+    dtypes = sorted({*DTYPES, *(judged.judgement.dtype for judged in own if judged.judgement.dtype)}, key=dtype_order)
+    whole = tables.found(own)
+    strips = tuple(_strip(kernel, machine, column, dtypes, by_place, evidence) for column in shown)
+    return Line(kernel, machine, whole.state, whole.note, strips)
+
+
+def _strip(
+    kernel: Kernel,
+    machine: Machine,
+    column: Column,
+    dtypes: list[str],
+    by_place: dict[tuple[str, str], list[Judged]],
+    evidence: Evidence,
+) -> Strip:
+    bars = []
+    for dtype in dtypes:
+        here = by_place.get((column.key, dtype)) or []
+        if here:
+            state = tables.found(here).state
+            bars.append(Bar(dtype, state, max((j for j in here if j.judgement.status == state), key=severity)))
+        else:
+            bars.append(Bar(dtype, _absence(kernel, machine, column, dtype, evidence)))
+    return Strip(column, tuple(bars), max(bars, key=_badness))
+
+
+def _absence(kernel: Kernel, machine: Machine, column: Column, dtype: str, evidence: Evidence) -> State:
+    """Why a column holds no judgement: no check of it is claimed, or none could run."""
+    if column.tensor and kernel.claim and not kernel.claim.supports.get("lse", True) and column.tensor == "lse":
+        return "not claimed"
+    if column.tensor in TENSORS[2:] and kernel.claim and not kernel.claim.supports.get("backward", True):
+        return "not claimed"
+    checks = [check for check in evidence.checks if check.partition("/")[0] in column.layers]
+    states = {tables.cell(kernel, machine, dtype, check).state for check in checks}
+    reasons: tuple[State, ...] = ("not possible here", "not claimed")
+    return next((state for state in reasons if state in states), "not run")
+
+
+def _badness(bar: Bar) -> tuple[int, int, float]:
+    if bar.worst is None:
+        return (0, 0, 0.0)
+    return (1, *severity(bar.worst))
+
+
+# ------------------------------------------------------------------------------------------------------- the sentence
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The sentence of verdict, in three parts, each of which may be empty."""
+
+    holding: str
+    failing: str
+    others: str
+
+
+def verdict(evidence: Evidence) -> Verdict:
+    """What is right, what is wrong and how bad, over all implementations and devices."""
+    states = {kernel.name: tables.verdict(kernel).state for kernel in evidence.kernels if kernel.judged}
+    if not states:
+        return Verdict("Nothing was verified in these runs.", "", "")
+    by_state: defaultdict[str, list[Kernel]] = defaultdict(list)
+    for kernel in evidence.kernels:
+        if kernel.name in states:
+            by_state[states[kernel.name]].append(kernel)
+    holding = f"{len(by_state['passed'])} of {wording.plural(len(states), 'implementation')}"
+    holding += " holds its bound on every case." if len(by_state["passed"]) == 1 else " hold their bound on every case."
+    if len(states) == 1 and by_state["passed"]:
+        holding = f"{by_state['passed'][0].name} holds its bound on every case."
+    elif len(states) == 1:
+        holding = ""
+    elif len(by_state["passed"]) == len(states):
+        holding = f"All {len(states)} implementations hold their bound on every case."
+    return Verdict(holding, _failing(by_state["failed"]), _others(by_state, evidence))
+
+
+def worst_failure(kernel: Kernel) -> Judged | None:
+    """The failure that tells most (`gravity`). None if nothing failed."""
+    return max((j for j in kernel.judged if j.judgement.status == "failed"), key=gravity, default=None)
+
+
+def gravity(judged: Judged) -> tuple[bool, int, float]:
+    """A sort key by which the failure that tells most is the largest.
+
+    A failure of a plain call, in the layers of accuracy and gradients, tells more than one where a call is made in a
+    special way.
+    """
+    return (judged.judgement.check.partition("/")[0] in OF_TENSORS, *severity(judged))
+
+
+def _failing(failing: list[Kernel]) -> str:
+    worst = [judged for kernel in failing if (judged := worst_failure(kernel))]
+    worst.sort(key=gravity, reverse=True)
+    names = [wording.short_name(judged.judgement.implementation) for judged in worst]
+    told = [f"{names[0]} on {worst[0].machine} fails: {wording.reason(worst[0].judgement)}."] if worst else []
+    if len(failing) == 2:
+        told.append(f"{names[1]} fails too.")
+    if len(failing) > 2:
+        told.append(f"{len(failing) - 1} more fail.")
+    return " ".join(told)
+
+
+def _others(by_state: dict[str, list[Kernel]], evidence: Evidence) -> str:
+    told = []
+    if known := by_state.get("known defect"):
+        has = "has" if len(known) == 1 else "have"
+        told.append(f"{wording.listed(kernel.name for kernel in known)} {has} known defects.")
+    if refused := by_state.get("refused"):
+        told.append(f"{wording.listed(kernel.name for kernel in refused)} refused every case.")
+    if not by_state.get("failed") and (closest := _closest(evidence.kernels)):
+        told.append(
+            f"{wording.tensor(closest.judgement)} of {wording.short_name(closest.judgement.implementation)} in "
+            f"{closest.judgement.dtype} comes closest to its bound: {wording.rho(closest.rho)} of it."
+        )
+    return " ".join(told)
+
+
+def _closest(kernels: Iterable[Kernel]) -> Judged | None:
+    passed = (j for kernel in kernels for j in kernel.judged if j.judgement.status == "passed" and j.rho is not None)
+    return max(passed, key=lambda judged: size(judged.rho), default=None)

@@ -1,0 +1,295 @@
+"""What the page of one implementation shows."""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from markupsafe import Markup
+
+from flashproof.reports import badges, casefile, charts, claims, front, overview, tables, wording
+from flashproof.reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, dtype_order, severity, size
+from flashproof.reports.record import Environment
+from flashproof.reports.speed import Timing
+
+IN_FULL = 3  # failures that are shown with their block at the head of a page
+SHOWN = 20  # at most this many are shown at all; the fold of all cases holds every one
+WORST = 5  # of a column, in its fold
+
+
+def values(kernel: Kernel, evidence: Evidence, timings: Sequence[Timing], says: dict[str, str]) -> dict[str, Any]:
+    """The values of the template implementation.html. says: what each check asks."""
+    by_status = {
+        status: sorted((j for j in kernel.judged if j.judgement.status == status), key=overview.gravity, reverse=True)
+        for status in ("failed", "known defect", "refused")
+    }
+    failed = _grouped(by_status["failed"], kernel)
+    own = [t for t in timings if t.implementation == kernel.name]
+    return {
+        "kernel": kernel,
+        "sentences": says,
+        "several": len(kernel.machines) > 1,
+        "verdict": tables.verdict(kernel),
+        "sentence": _sentence(kernel),
+        "first": failed[:IN_FULL],
+        "failed": failed[IN_FULL:SHOWN],
+        "untold": sum(1 + told.more for told in failed[SHOWN:]),
+        "defects": _grouped(by_status["known defect"], kernel),
+        "refusals": _refusals(by_status["refused"]),
+        "pictures": [_picture(kernel, machine, len(kernel.machines) > 1) for machine in kernel.machines],
+        "curves": _unshifted(evidence),
+        "heats": _heats(by_status["failed"] or by_status["known defect"]),
+        "histograms": _histograms(kernel),
+        "memory": _memory(kernel),
+        "traffic": _traffic(kernel),
+        "beside": _beside(own, timings, kernel) if own else None,
+        "columns": [_column(kernel, column, evidence, says) for column in overview.columns(overview.layers(evidence))],
+        "claims": claims.sentences(kernel.claim) if kernel.claim else [],
+        "cases_file": casefile.address(kernel),
+        "runs": _environments(kernel, evidence),
+        "badge": f"{badges.FOLDER}/{wording.stem(kernel.name)}",
+    }
+
+
+def _column(kernel: Kernel, column: overview.Column, evidence: Evidence, says: dict[str, str]) -> dict[str, Any]:
+    """What a fold of the implementation's page holds: a strip, a table of checks, and the worst cases."""
+    judged = [j for j in kernel.judged if column.holds(j.judgement)]
+    checks = [check for check in evidence.checks if any(j.judgement.check == check for j in judged)]
+    dtypes = sorted({j.judgement.dtype for j in judged}, key=dtype_order)
+    rows = []
+    for check in checks:
+        own = [j for j in judged if j.judgement.check == check]
+        for machine in kernel.machines:
+            of_machine = [j for j in own if j.machine == machine]
+            if of_machine:
+                cells = [_found([j for j in of_machine if j.judgement.dtype == dtype]) for dtype in dtypes]
+                rows.append((check, says.get(check, ""), machine, cells))
+    worst_of = {
+        j.judgement.case: j for j in sorted(judged, key=severity) if j.rho is not None or j.judgement.status != "passed"
+    }
+    lines = [line for machine in kernel.machines for line in [overview.line(kernel, machine, (column,), evidence)]]
+    return {
+        "column": column,
+        "strips": [(line.machine, front.Cell(line.strips[0])) for line in lines if line.strips],
+        "state": tables.found(judged).state if judged else "not claimed",
+        "dtypes": dtypes,
+        "rows": rows,
+        "worst": sorted(worst_of.values(), key=severity, reverse=True)[:WORST],
+        "layers": " ".join(column.layers),
+        "tensor": wording.TITLES.get(column.tensor, ""),
+        "count": len(judged),
+    }
+
+
+def _found(judged: list[Judged]) -> tuple[tables.Cell, str] | None:
+    """What a check found in one dtype, and the figure of its worst case. None if it judged nothing."""
+    if not judged:
+        return None
+    found = tables.found(judged)
+    worst = max((j for j in judged if j.judgement.status == found.state), key=severity)
+    return found, wording.short_reason(worst.judgement)
+
+
+def _sentence(kernel: Kernel) -> str:
+    """The verdict on an implementation, as a sentence."""
+    whole = tables.verdict(kernel)
+    on = wording.listed(str(machine) for machine in kernel.machines if machine.name)
+    if whole.state == "failed":
+        worst = overview.worst_failure(kernel)
+        assert worst is not None
+        failing = len({(j.judgement.check) for j in kernel.judged if j.judgement.status == "failed"})
+        return f"Fails {wording.plural(failing, 'check')}. The worst: {wording.reason(worst.judgement)}."
+    if whole.state == "known defect":
+        count = sum(j.judgement.status == "known defect" for j in kernel.judged)
+        return f"Holds its bound, but for {wording.plural(count, 'case')} of known defects, on {on}."
+    if whole.state == "passed":
+        return f"Holds its bound in all {len(kernel.judged):,} judgements on {on}."
+    return f"{whole.state.capitalize()}{': ' + whole.note if whole.note else ''}."
+
+
+class Told(NamedTuple):
+    """The worst failure of one check, tensor, dtype and machine.
+
+    block: its text. more: how many more failures of this kind there are. key: the fold that holds them.
+    """
+
+    judged: Judged
+    block: str
+    more: int
+    key: str
+
+
+def _grouped(failures: list[Judged], kernel: Kernel) -> list[Told]:
+    """The worst failure of each tensor, dtype and machine of a check.
+
+    failures: sorted, worst first.
+    """
+    groups: dict[tuple[str, str | None, str, Machine], list[Judged]] = {}
+    for judged in failures:
+        one = judged.judgement
+        groups.setdefault((one.check, one.tensor, one.dtype, judged.machine), []).append(judged)
+    return [
+        Told(
+            group[0],
+            wording.failure_block(group[0].judgement, tables.threshold(group[0], kernel)),
+            len(group) - 1,
+            overview.key_of(group[0].judgement),
+        )
+        for group in groups.values()
+    ]
+
+
+def _refusals(refused: list[Judged]) -> list[tuple[str, list[str], list[Judged]]]:
+    """The refusals by message: the message, the checks and the judgements.
+
+    Messages that differ only in their numbers count as one, because an implementation usually answers many cases of
+    many checks with the same message.
+    """
+    groups: dict[str, list[Judged]] = {}
+    for judged in refused:
+        groups.setdefault(re.sub(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "0", judged.judgement.message), []).append(judged)
+    return [
+        (group[0].judgement.message, sorted({judged.judgement.check for judged in group}), group)
+        for group in groups.values()
+    ]
+
+
+AXES = (
+    ("queries", "sequence length", False),
+    ("magnitude", "magnitude of the scores", False),
+    ("score", "a score moved to where exponentials overflow or underflow (side by side, not to scale)", True),
+)
+
+
+def _picture(kernel: Kernel, machine: Machine, several: bool) -> dict[str, Any]:
+    """The picture at the head of a page: rho over length, over magnitude and over the landmarks, on one grid."""
+    charts_, figures = [], []
+    for axis, title, landmarks in AXES:
+        panels = []
+        dtypes = sorted(
+            {j.judgement.dtype for j in kernel.judged if j.machine == machine and axis in j.judgement.axes},
+            key=dtype_order,
+        )
+        for tensor in TENSORS:
+            for dtype in dtypes:
+                points = tables.places(kernel, machine, tensor, dtype, axis)
+                if len(points) > 1:
+                    panels.append(charts.Panel(tensor, dtype, tuple(points)))
+        if panels:
+            worst = max((j for panel in panels for _, j in panel.points), key=lambda j: size(j.rho))
+            label = (
+                f"rho over {title}, {kernel.name} on {machine}: at most {wording.rho(worst.rho)}, "
+                f"{wording.tensor(worst.judgement)} in {worst.judgement.dtype}"
+            )
+            # The charts over length and magnitude stand side by side; the one over landmarks has a row of its own.
+            wide = (1290 - 68) / len(dtypes) - 10 if landmarks else (630 - 68) / len(dtypes) - 10
+            charts_.append((axis, title, charts.multiples(panels, title, label, wide, landmarks), label))
+            places = sorted({place for panel in panels for place, _ in panel.points})
+            rows = [(place, [dict(panel.points).get(place) for panel in panels]) for place in places]
+            figures.append((title, panels, rows))
+    return {"machine": machine, "charts": charts_, "figures": figures, "named": several}
+
+
+def _unshifted(evidence: Evidence) -> Markup | None:
+    """The softmax without a maximum, which fails at 88.72, for comparison."""
+    series = [tables.series(curve, machine) for curve, machine in evidence.curves if curve.chart == "overflow"]
+    return charts.curves(series, f"overflow: {front.heading(series)}") if series else None
+
+
+def _heats(failed: list[Judged]) -> list[tuple[str, str, Markup]]:
+    """Where the worst failure of each tensor lies, from the grid that the records hold for failures."""
+    found: dict[str, tuple[str, str, Markup]] = {}
+    for judged in failed:
+        one = judged.judgement
+        if not one.grid or not one.tensor or one.tensor in found:
+            continue
+        grid = [[float(rho) for rho in row] for row in one.grid.rho]
+        axes = ("keys" if one.tensor in ("dk", "dv") else "queries", "dim" if one.tensor != "lse" else "")
+        about = f"{wording.TITLES[one.tensor]} in {one.dtype}"
+        label = f"the largest rho in each part of {about}: {wording.rho(judged.rho)} at most"
+        svg = charts.heat(grid, (one.grid.rows, one.grid.columns), label, axes, (64, 0))
+        found[one.tensor] = (about, wording.repeat_line(one), svg)
+    return list(found.values())
+
+
+def _histograms(kernel: Kernel) -> list[tuple[str, str, Markup, int]]:
+    """How many judgements have a largest error of so many ulps, for each dtype."""
+    found = []
+    for machine in kernel.machines:
+        for dtype in sorted({j.judgement.dtype for j in kernel.judged}, key=dtype_order):
+            ulps = [
+                size(j.judgement.ulps)
+                for j in kernel.judged
+                if (j.machine, j.judgement.dtype) == (machine, dtype) and j.judgement.ulps is not None
+            ]
+            finite = [value for value in ulps if 0 < value < math.inf]
+            if len(finite) < 2:
+                continue
+            low, high = -4, min(12, max(4, math.ceil(math.log2(max(finite)))))
+            counts = Counter(min(max(math.floor(math.log2(value)), low), high) for value in finite)
+            about = f"largest errors of {len(finite)} judgements in ulps, at most {wording.number(max(finite))}"
+            label = f"{dtype} on {machine}: {about}"
+            svg = charts.histogram(
+                [(2.0**power, counts[power]) for power in range(low, high + 1)],
+                label,
+                "largest error of a tensor, in ulps of its largest number; the last bar holds all above",
+                (0.5, "correctly rounded: 0.5"),
+            )
+            found.append((dtype, str(machine), svg, len(finite)))
+    return found
+
+
+def _memory(kernel: Kernel) -> list[tuple[Machine, Markup, list[tables.Growth]]]:
+    growths = tables.memory(kernel)
+    found = []
+    for machine in kernel.machines:
+        own = [growth for growth in growths if growth.machine == machine and len(growth.rows) > 1]
+        if own:
+            found.append((machine, charts.growth(own, f"{kernel.name}: memory over sequence length on {machine}"), own))
+    return found
+
+
+def _traffic(kernel: Kernel) -> list[tuple[str, Markup, list[Any]]]:
+    """Counted bytes over length beside the paper's formula: a chart for each direction."""
+    groups: defaultdict[tuple[str, str, int, int, int], list[Any]] = defaultdict(list)
+    for row in kernel.traffic:
+        groups[row.direction, row.dtype, row.dim, row.query_tile, row.key_tile].append(row)
+    found = []
+    for (direction, dtype, dim, query_tile, key_tile), rows in groups.items():
+        if len(rows) < 2:
+            continue
+        title = f"{direction}, {dtype}, head dim {dim}, tiles of {query_tile} queries by {key_tile} keys"
+        traces = [
+            charts.Trace("read", tuple((float(r.length), float(r.read_bytes)) for r in rows)),
+            charts.Trace(
+                "read, formula", tuple((float(r.length), float(r.formula_read_bytes)) for r in rows), "formula"
+            ),
+            charts.Trace("written", tuple((float(r.length), float(r.written_bytes)) for r in rows)),
+            charts.Trace(
+                "written, formula", tuple((float(r.length), float(r.formula_written_bytes)) for r in rows), "formula"
+            ),
+        ]
+        found.append((title, charts.traffic(traces, f"{kernel.name}: traffic, {title}"), rows))
+    return found
+
+
+def _beside(own: list[Timing], every: Sequence[Timing], kernel: Kernel) -> dict[str, Any]:
+    """The speeds of an implementation, each with the fastest other one that was timed in the same setting."""
+    rows = []
+    for timing in sorted(
+        own, key=lambda t: (t.direction == "backward", dtype_order(t.dtype), t.causal, t.dim, t.length)
+    ):
+        same = [t for t in every if (t.group, t.length, t.device) == (timing.group, timing.length, timing.device)]
+        best = max((t for t in same if t.implementation != kernel.name), key=lambda t: t.tflops, default=None)
+        rows.append((timing, best))
+    return {"rows": rows}
+
+
+def _environments(kernel: Kernel, evidence: Evidence) -> list[Environment]:
+    """The environments that the figures of the page come from."""
+    runs = {judged.judgement.run for judged in kernel.judged}
+    runs |= {record.run for record, _ in kernel.memory} | {record.run for record, _ in kernel.absences}
+    runs |= {record.run for record in kernel.traffic} | {record.run for record in kernel.resources}
+    runs |= {kernel.claim.run} if kernel.claim else set()
+    return [environment for environment in evidence.environments if environment.run in runs]

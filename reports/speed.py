@@ -1,0 +1,134 @@
+"""Speeds: timings of pytest-benchmark, and of the committed measurements, beside the accuracy of the same kernels."""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).absolute().parent / "benchmarks"  # the committed measurements, in a clone
+
+# Dense TFLOP/s of the tensor cores (float32: of the FMA units), from NVIDIA's data sheets of H100 SXM and H200 SXM.
+CEILINGS = {
+    "H200": {"float16": 989.4, "bfloat16": 989.4, "float32": 66.9},
+    "H100": {"float16": 989.4, "bfloat16": 989.4, "float32": 66.9},
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One measured speed.
+
+    seconds: the median of one call. source: the file. date: when it was measured. baseline: the implementation that was
+    timed in turn with it. ratio: the time of the baseline over this one.
+    """
+
+    implementation: str
+    device: str
+    dtype: str
+    direction: str
+    causal: bool
+    length: int
+    dim: int
+    batch: int
+    heads: int
+    seconds: float
+    tflops: float
+    source: str
+    date: str = ""
+    baseline: str = ""
+    ratio: float | None = None
+    memory_bytes: int | None = None
+
+    @property
+    def ceiling(self) -> float | None:
+        """The TFLOP/s that the chip cannot exceed, where they are known."""
+        return next((peaks.get(self.dtype) for chip, peaks in CEILINGS.items() if chip in self.device), None)
+
+    @property
+    def group(self) -> tuple[str, str, bool, int]:
+        """What may be compared: direction, dtype, mask and head dim."""
+        return self.direction, self.dtype, self.causal, self.dim
+
+
+def committed() -> list[Timing]:
+    """The timings in the folder of committed measurements. Empty where there is none."""
+    return latest(timing for path in sorted(FOLDER.glob("*.json")) for timing in read(path))
+
+
+def latest(timings: Iterable[Timing]) -> list[Timing]:
+    """The timings without those that a later one of the same implementation in the same setting replaces."""
+    found: dict[tuple[object, ...], Timing] = {}
+    for timing in sorted(timings, key=lambda timing: timing.date):
+        found[timing.implementation, timing.device, timing.group, timing.length, timing.batch, timing.heads] = timing
+    return list(found.values())
+
+
+def read(path: Path) -> list[Timing]:
+    """The timings of a file: of pytest-benchmark's JSON, or of a measurement with "results".
+
+    Benchmarks without a throughput are left out. Raises ValueError, which names the file, for other content.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+        if "benchmarks" in content:
+            found = [_benchmark(one, path.name, content.get("datetime", "")) for one in content["benchmarks"]]
+        else:
+            device = content["gpu"]
+            found = [
+                timing
+                for one in content["results"]
+                for timing in _result(one, device, path.name, content.get("date", ""))
+            ]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: holds no benchmarks ({error!r})") from error
+    return [timing for timing in found if timing]
+
+
+def _benchmark(one: dict[str, Any], source: str, date: str) -> Timing | None:
+    about, parameters = one["extra_info"], one.get("params") or {}
+    line = parameters.get("line", "")
+    sizes = {name: int(size) for name, size in re.findall(r"\b([bhqkd])(\d+)", line)}
+    if "tflops" not in about or "q" not in sizes:
+        return None
+    return Timing(
+        implementation=about.get("implementation") or parameters["name"],
+        device=about.get("gpu", ""),
+        dtype=parameters["dtype"],
+        direction=parameters["direction"],
+        causal="causal" in line,
+        length=sizes["q"],
+        dim=sizes["d"],
+        batch=sizes.get("b", 1),
+        heads=sizes.get("h", 1),
+        seconds=float(one["stats"]["median"]),
+        tflops=float(about["tflops"]),
+        source=source,
+        date=date,
+        baseline=about.get("baseline", ""),
+        ratio=about.get("ratio"),
+        memory_bytes=about.get("peak_memory"),
+    )
+
+
+def _result(one: dict[str, Any], device: str, source: str, date: str) -> Iterable[Timing]:
+    for name, tflops in one["tflops"].items():
+        others = [other for other in one["tflops"] if other != name]
+        yield Timing(
+            implementation=name,
+            device=device,
+            dtype=one["dtype"],
+            direction=one["direction"],
+            causal=one["causal"],
+            length=one["length"],
+            dim=one["dim"],
+            batch=one["batch"],
+            heads=one["heads"],
+            seconds=one["seconds"][name]["median"],
+            tflops=tflops,
+            source=source,
+            date=date,
+            baseline=others[0] if others else "",
+            ratio=tflops / one["tflops"][others[0]] if others else None,
+        )
