@@ -106,7 +106,7 @@ def sentence(difference: Difference) -> str:
     if difference.worse:
         one, two = difference.worse[0]
         more = len(difference.worse) - 1
-        told = f"{_about(two)} was {_stated(one)} and is {_stated(two)} at {two.case or two.check}"
+        told = f"{_about(two)} {_stated(one, _BEFORE)} and {_stated(two, _NOW)} at {two.case or two.check}"
         return told + (f", and {wording.plural(more, 'more verdict')} became worse." if more else ".")
     if difference.lost:
         lost = wording.plural(len(difference.lost), "judgement")
@@ -114,7 +114,7 @@ def sentence(difference: Difference) -> str:
     if difference.better:
         one, two = difference.better[0]
         more = len(difference.better) - 1
-        told = f"{_about(two)} was {_stated(one)} and is {_stated(two)} at {two.case or two.check}"
+        told = f"{_about(two)} {_stated(one, _BEFORE)} and {_stated(two, _NOW)} at {two.case or two.check}"
         return told + (f", and {wording.plural(more, 'more verdict')} became better." if more else ".")
     if difference.moved and _rise(difference.moved[0]) > 0:
         one, two = difference.moved[0]
@@ -130,9 +130,18 @@ def _about(judgement: Judgement) -> str:
     return f"{words} in {judgement.dtype}" if judgement.dtype else words
 
 
-def _stated(judgement: Judgement) -> str:
+_BEFORE = {"passed": "passed", "refused": "was refused", "known defect": "was a known defect", "failed": "failed"}
+_NOW = {
+    "passed": "passes now",
+    "refused": "is refused now",
+    "known defect": "is a known defect now",
+    "failed": "fails now",
+}
+
+
+def _stated(judgement: Judgement, verbs: dict[str, str]) -> str:
     rho = worst_rho(judgement)
-    return judgement.status + ("" if rho is None else f" (rho {wording.rho(rho)})")
+    return verbs[judgement.status] + ("" if rho is None else f" with rho {wording.rho(rho)}")
 
 
 def words(difference: Difference) -> Iterable[str]:

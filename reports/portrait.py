@@ -26,6 +26,8 @@ def values(kernel: Kernel, evidence: Evidence, timings: Sequence[Timing], says: 
     }
     failed = _grouped(by_status["failed"], kernel)
     own = [t for t in timings if t.implementation == kernel.name]
+    shown = overview.columns(overview.layers(evidence))
+    lines = [overview.line(kernel, machine, shown, evidence) for machine in kernel.machines]
     return {
         "kernel": kernel,
         "sentences": says,
@@ -44,7 +46,7 @@ def values(kernel: Kernel, evidence: Evidence, timings: Sequence[Timing], says: 
         "memory": _memory(kernel),
         "traffic": _traffic(kernel),
         "beside": _beside(own, timings, kernel) if own else None,
-        "columns": [_column(kernel, column, evidence, says) for column in overview.columns(overview.layers(evidence))],
+        "columns": [_column(kernel, column, lines, evidence, says) for column in shown],
         "claims": claims.sentences(kernel.claim) if kernel.claim else [],
         "cases_file": casefile.address(kernel),
         "runs": _environments(kernel, evidence),
@@ -52,8 +54,17 @@ def values(kernel: Kernel, evidence: Evidence, timings: Sequence[Timing], says: 
     }
 
 
-def _column(kernel: Kernel, column: overview.Column, evidence: Evidence, says: dict[str, str]) -> dict[str, Any]:
-    """What a fold of the implementation's page holds: a strip, a table of checks, and the worst cases."""
+def _column(
+    kernel: Kernel,
+    column: overview.Column,
+    lines: Sequence[overview.Line],
+    evidence: Evidence,
+    says: dict[str, str],
+) -> dict[str, Any]:
+    """What a fold of the page holds: a strip of each machine, a table of checks, and the worst cases.
+
+    lines: the rows of the implementation in the overview.
+    """
     judged = [j for j in kernel.judged if column.holds(j.judgement)]
     checks = [check for check in evidence.checks if any(j.judgement.check == check for j in judged)]
     dtypes = sorted({j.judgement.dtype for j in judged}, key=dtype_order)
@@ -68,10 +79,11 @@ def _column(kernel: Kernel, column: overview.Column, evidence: Evidence, says: d
     worst_of = {
         j.judgement.case: j for j in sorted(judged, key=severity) if j.rho is not None or j.judgement.status != "passed"
     }
-    lines = [line for machine in kernel.machines for line in [overview.line(kernel, machine, (column,), evidence)]]
     return {
         "column": column,
-        "strips": [(line.machine, front.Cell(line.strips[0])) for line in lines if line.strips],
+        "strips": [
+            (line.machine, front.Cell(strip)) for line in lines for strip in line.strips if strip.column == column
+        ],
         "state": tables.found(judged).state if judged else "not claimed",
         "dtypes": dtypes,
         "rows": rows,

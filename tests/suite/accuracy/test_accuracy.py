@@ -360,3 +360,16 @@ def test_what_the_readme_says_of_a_wrong_scale() -> None:
     ).groups()
     assert largest < float(limit)
     assert rho > float(times)
+
+
+def test_the_grid_of_a_failure_shows_where_it_lies() -> None:
+    ratios = torch.zeros(2, 3, 40, 7)
+    ratios[1, 2, 39, 6] = 7.0
+    grid = judging.grid(ratios)
+    assert (grid.rows, grid.columns, len(grid.rho), len(grid.rho[0])) == (40, 7, 16, 7)
+    assert grid.rho[15][6] == 7.0
+    assert sum(float(value) for row in grid.rho for value in row) == 7.0
+    answer = torch.zeros(1, 1, 4, 2)
+    truth = judging.exact(Case.parse("b1 h1 q4 k4 d2"), arithmetic_of_callables("float32", "cpu"), "cpu")
+    assert judging.judge_tensor(answer, "out", truth).grid is not None
+    assert judging.judge_tensor(truth.answer.out.to(torch.float32), "out", truth).grid is None
