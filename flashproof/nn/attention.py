@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import flashproof.impls.triton  # noqa: F401  # it must choose the interpreter before an optimizer imports Triton
 from flashproof.impls import catalogue
 from flashproof.impls.shapes import Bool, Float
 from flashproof.impls.spec import Implementation
