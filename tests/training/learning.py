@@ -13,12 +13,17 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
+from flashproof.cases import Case
+from flashproof.impls.spec import Dtype
 from flashproof.nn import GPT, Configuration
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 Backward = Callable[[Tensor], Gradients]  # from the output gradient
 # The output for query, key and value [batch, heads, tokens, dim], with a causal mask, and its backward.
 Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Backward]]
+
+# The attention is given output gradients of a loss that is so much larger. Otherwise those of float16 would underflow.
+LOSS_SCALE = 2.0**12
 
 # ----------------------------------------------------------------------------------------------------------- the text
 
@@ -72,6 +77,10 @@ class Recipe:
         """The head dim."""
         return self.width // self.heads
 
+    def case(self, dtype: Dtype) -> Case:
+        """The case of every call of the attention."""
+        return Case(batch=self.batch, heads=self.heads, queries=self.length, dim=self.dim, dtype=dtype, mask="causal")
+
 
 @dataclass(frozen=True)
 class Step:
@@ -91,8 +100,8 @@ class _Attended(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        gradients: Gradients = ctx.backward_of_kernel(dout)  # type: ignore[attr-defined]
-        query, key, value = (gradient.to(dout.dtype) for gradient in gradients)
+        gradients: Gradients = ctx.backward_of_kernel(dout * LOSS_SCALE)  # type: ignore[attr-defined]
+        query, key, value = (gradient.to(dout.dtype) / LOSS_SCALE for gradient in gradients)
         return query, key, value, None
 
 
@@ -121,7 +130,7 @@ def train(recipe: Recipe, kernel: Kernel, steps: int, dtype: torch.dtype = torch
     for batch in numbers:
         loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         norm = torch.linalg.vector_norm(
             torch.stack([torch.linalg.vector_norm(p.grad) for p in model.parameters() if p.grad is not None])
         )
