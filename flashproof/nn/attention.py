@@ -169,7 +169,8 @@ class MultiHeadAttention(nn.Module):
             keywords |= {"dropout_p": self.dropout, "dropout_seed": int(torch.randint(2**63 - 1, (), device="cpu"))}
         if not supports.strided:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        out = self.implementation.attention(query, key, value, **keywords)
+        with torch.autocast(query.device.type, enabled=False):  # it would round inside of the implementation, too
+            out = self.implementation.attention(query, key, value, **keywords)
         assert isinstance(out, Tensor)
         return out
 

@@ -51,12 +51,14 @@ def of_subject(subject: Subject, case: Case) -> Kernel:
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Backward]:
         q, k, v = (tensor.to(subject.device, dtype) for tensor in (query, key, value))
-        call = subject.forward(case, Inputs(q, k, v, dout=torch.zeros_like(q), block_mask=None))
+        with torch.enable_grad():
+            call = subject.forward(case, Inputs(q, k, v, dout=torch.zeros_like(q), block_mask=None))
         if call is None:
             raise Stopped
 
         def backward(dout: Tensor) -> Gradients:
-            answer = subject.backward(replace(call, inputs=replace(call.inputs, dout=dout.to(subject.device, dtype))))
+            given = replace(call, inputs=replace(call.inputs, dout=dout.to(subject.device, dtype)))
+            answer = subject.backward(replace(given, before=given.renewed().before))
             if answer is None:
                 raise Stopped
             dquery, dkey, dvalue = (answer[name].to(dout.device) for name in GRADIENTS)

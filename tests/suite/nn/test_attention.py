@@ -64,6 +64,19 @@ def test_the_module_is_linear_attention_linear(name: str, kv_heads: int) -> None
         assert torch.equal(one, other)
 
 
+def test_autocast_ends_before_the_implementation() -> None:
+    """Its arithmetic is then what it claims, on inputs of the dtype of autocast."""
+    module, x = made("tiled.fa2"), inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module(x)
+        query, key, value = projected(module, x)
+    attended = catalogue.load("tiled.fa2").attention(query, key, value)
+    assert isinstance(attended, Tensor)
+    assert attended.dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(out, module.out_proj(attended.transpose(1, 2).flatten(2)))
+
+
 # ---------------------------------------------------------------------------------------- PyTorch's own module
 
 LEFT, RIGHT, NONE = [True] * 7 + [False] * 33, [False] * 31 + [True] * 9, [False] * 40
