@@ -23,6 +23,8 @@ def parameters(session: Session, metafunc: pytest.Metafunc) -> list[object]:
     for target in selection.targets:
         if target in targets or target.implementation is None or selection.cases or selection.quick:
             continue
+        if not selection.includes(check):
+            continue
         if check.claims or check.grid(selection.space_of(target, is_sketch=True), target.dtype):
             session.absences.append(
                 Absence(

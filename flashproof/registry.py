@@ -33,6 +33,8 @@ class Check:
     claims: tuple[str, ...] = ()  # fields of `Supports` that must hold
     single: bool = True  # whether it accepts a case from the command line in place of its grid's cases
     early: bool = False  # whether a run begins with it: it takes a second, and explains failures of later checks
+    # Whether it takes minutes. A run then includes it only with -k or --thorough, or with one of its cases in --case.
+    asked: bool = False
 
     @property
     def name(self) -> str:
@@ -78,10 +80,12 @@ def check(
     claims: tuple[str, ...] = (),
     single: bool = True,
     early: bool = False,
+    asked: bool = False,
 ) -> Callable[[Function], Function]:
     """Makes a function `test_name(subject)` the check "layer/name".
 
-    - `layer`: "contract", "accuracy", "gradients", "stability", "masks", "properties", "memory" or "determinism".
+    - `layer`: "contract", "accuracy", "gradients", "stability", "masks", "properties", "memory",
+      "determinism" or "training".
     - `grid`: a function of the space of cases and the dtype that returns the cases of the check. `flashproof.grids`
       makes some: `grids.lines(text)` takes one case on each line.
     - `call`: a way of calling, such as "no_grad". The check is given the cases of the space that are called like this.
@@ -89,6 +93,8 @@ def check(
     - `claims`: fields of `Supports` that must hold. Other implementations do not run the check.
     - `single`: whether the check takes a case from `--case` in place of those of its grid.
     - `early`: whether a run begins with this check, because it takes a second and explains failures of later checks.
+    - `asked`: whether the check takes minutes. A run then includes it only with `-k` or `--thorough`, or with one of its
+      cases in `--case`.
 
     Raises ValueError for a layer that does not exist, for neither or both of `grid` and `call`, and for a function
     without a docstring: reports explain a check by its first paragraph.
@@ -102,7 +108,7 @@ def check(
     def register(function: Function) -> Function:
         if not inspect.getdoc(function):
             raise ValueError(f"{function.__name__}: a check needs a docstring that says what it asks of a kernel")
-        setattr(function, ATTRIBUTE, Check(function, layer, found, call, claims, single, early))
+        setattr(function, ATTRIBUTE, Check(function, layer, found, call, claims, single, early, asked))
         return function
 
     return register

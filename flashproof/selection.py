@@ -76,6 +76,9 @@ class Selection:
         if about not in self._claimed:
             if self.cases:
                 chosen = [check.of_line(case) for case in self.cases if case.dtype == target.dtype]
+                if check.asked and not self.by_name:
+                    own = check.grid(self.space_of(target, is_sketch=True), target.dtype)
+                    chosen = [case for case in chosen if case in own]
                 supports = target.implementation.supports
                 self._claimed[about] = [one for one in chosen if one and not_claimed(one, supports) is None]
             else:
@@ -83,11 +86,17 @@ class Selection:
                 self._claimed[about] = found[: quick.CHECKS[check.name]] if self.quick else found
         return list(self._claimed[about])
 
+    def includes(self, check: Check) -> bool:
+        """Whether a run takes a check at all: one that takes minutes must be asked for."""
+        return not check.asked or self.by_name or self.thorough or bool(self.cases)
+
     def covers(self, check: Check, target: Target) -> bool:
         """Whether a run includes a check for a target: it claims what the check needs, and at least one case."""
         if target.implementation is None:
             return True
         if (self.cases and not check.single) or (self.quick and check.name not in quick.CHECKS):
+            return False
+        if not self.includes(check):
             return False
         supports = target.implementation.supports
         if not all(getattr(supports, claim) for claim in check.claims):

@@ -17,7 +17,7 @@ Certainty = Literal["certified", "bounded", "sampled"]
 Status = Literal["passed", "failed", "refused", "known defect"]
 
 # The layers of checks, in order: each layer assumes the layers before it. The name of a check is "layer/question".
-LAYERS = ("contract", "accuracy", "gradients", "stability", "masks", "properties", "memory", "determinism")
+LAYERS = ("contract", "accuracy", "gradients", "stability", "masks", "properties", "memory", "determinism", "training")
 
 
 class Environment(msgspec.Struct, tag="environment", kw_only=True, frozen=True):
