@@ -93,8 +93,8 @@ def check(
     - `claims`: fields of `Supports` that must hold. Other implementations do not run the check.
     - `single`: whether the check takes a case from `--case` in place of those of its grid.
     - `early`: whether a run begins with this check, because it takes a second and explains failures of later checks.
-    - `asked`: whether the check takes minutes. A run then includes it only with `-k` or `--thorough`, or with one of its
-      cases in `--case`.
+    - `asked`: whether the check takes minutes. A run then includes it only with `-k` or `--thorough`, or with one of
+      its cases in `--case`.
 
     Raises ValueError for a layer that does not exist, for neither or both of `grid` and `call`, and for a function
     without a docstring: reports explain a check by its first paragraph.

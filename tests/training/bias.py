@@ -198,28 +198,6 @@ def told(runs: dict[str, Any]) -> dict[str, dict[str, int | None]]:
     }
 
 
-def figure(found: dict[str, Any]) -> str:
-    """The losses as an SVG, with a rule where the bias of a kernel told. Needs the extra `report`."""
-    import altair
-    import vl_convert
-
-    rows = [
-        {"step": SMOOTHED - 1 + step, "loss": loss, "kernel": name}
-        for name, one in found["runs"].items()
-        for step, loss in enumerate(smoothed(one["loss"]))
-    ]
-    rules = [
-        {"step": steps["bias"], "kernel": name} for name, steps in found["told"].items() if steps["bias"] is not None
-    ]
-    lines = (
-        altair.Chart(altair.Data(values=rows))
-        .mark_line()
-        .encode(x="step:Q", y=altair.Y("loss:Q", scale=altair.Scale(zero=False)), color="kernel:N")
-    )
-    marks = altair.Chart(altair.Data(values=rules)).mark_rule(strokeDash=[4, 4]).encode(x="step:Q", color="kernel:N")
-    return vl_convert.vegalite_to_svg((lines + marks).properties(width=640, height=320).to_dict())
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Trains with each kernel, and writes what came of it. The exit status is 0 if the bias told before the loss."""
     parser = argparse.ArgumentParser(prog="python -m flashproof.tests.training.bias")
@@ -234,7 +212,6 @@ def main(arguments: list[str] | None = None) -> int:
     found: dict[str, Any] = {"offset": OFFSET, "recipe": vars(RECIPE), "told": told(runs), "runs": runs}
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(found))
-    options.output.with_suffix(".svg").write_text(figure(found))
     for name, steps in found["told"].items():
         print(f"{name}: told by {', '.join(f'the {test} at step {step}' for test, step in steps.items())}")
     bias, loss = found["told"]["cut"]["bias"], found["told"]["cut"]["loss"]

@@ -100,7 +100,7 @@ def test_the_readme_tells_of_the_last_full_run() -> None:
         f"rejected {suite.killed} of {suite.mutants} mutants and {len(suite.alarms)} of {suite.right} right kernels"
         in text
     )
-    assert f"told {min(told)} to {max(told)} of the mutants" in text
+    assert f"distinguished {min(told)} to {max(told)} of the mutants" in text
 
 
 # ------------------------------------------------------------------------------------------------------ tolerances
