@@ -4,8 +4,8 @@ The algorithms are in `fa3_float32.cu` and `fa3_float32_backward.cu`, the parts 
 operators of torch, `flashproof::cuda_fa3_float32_forward` and `flashproof::cuda_fa3_float32_backward`, launch the
 kernels. torch.compile supports such operators.
 
-The CPU twin does not know the copy engine (TMA) and warpgroup products (wgmma) yet. So these kernels run only on a
-Hopper GPU. On other machines only their compilation is checked.
+The CPU twin does not know the primitives of `parts.cuh` yet. So these kernels run only on a Hopper GPU. On other
+machines only their compilation is checked.
 """
 
 import ctypes
