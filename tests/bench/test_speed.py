@@ -36,7 +36,7 @@ SHAPES = (
 BASELINE: dict[Dtype, str] = {"float32": "sdpa.efficient", "float16": "sdpa.flash", "bfloat16": "sdpa.flash"}
 SECONDS = 1.0  # for all rounds of a benchmark, within the limits of ROUNDS
 ROUNDS = (3, 50)  # the fewest and the most
-L2_BYTES = 2**28  # written before each timed call: more than any L2 cache holds
+FLUSHED_BYTES = 2**31  # written before each timed call: more than any L2 cache holds, and half a millisecond of work
 
 Call = Callable[[], object]
 
@@ -147,13 +147,14 @@ def _call(implementation: Implementation, case: Case, tensors: list[Tensor], dir
 
 @lru_cache(maxsize=1)
 def _flushing() -> Tensor:
-    return torch.empty(L2_BYTES, dtype=torch.int8, device="cuda")
+    return torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda")
 
 
 def _seconds(call: Call) -> float:
     """Measures the GPU seconds of one call.
 
-    It first writes a buffer. This empties the L2 cache, and keeps the GPU busy while the call is launched.
+    It first writes a buffer. This empties the L2 cache, and keeps the GPU busy while the call is launched. With a
+    smaller buffer, the GPU waits for the host, and a call of less than a millisecond measures Python.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     _flushing().zero_()
