@@ -69,7 +69,8 @@
       layers.includes(word("check", index).split("/")[0]) && (!tensor || word("tensor", index) === tensor || !word("tensor", index)));
     const all = rows;
     const table = make("table");
-    const heads = ["status", "check", "tensor", "dtype", "device", "rho", "bias", "grade", "again"];
+    const heads = ["status", "check", "tensor", "dtype", "device", "rho", "bias", "grade", "again"]
+      .filter((head) => head !== "device" || new Set(data.device).size > 1);
     const body = make("tbody"), more = make("button", "", { type: "button" }), count = make("span");
     const fill = (to) => {
       for (const index of rows.slice(body.rows.length, to)) {
