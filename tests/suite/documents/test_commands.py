@@ -35,6 +35,7 @@ from flashproof.impls import catalogue
 from flashproof.loading import is_external
 from flashproof.registry import checks
 from flashproof.reports import __main__ as merging
+from flashproof.reports import difference
 from flashproof.reports.record import Judgement, read
 from flashproof.running import Wanted
 from flashproof.search import Budget
@@ -214,6 +215,7 @@ def understand_flashproof(arguments: Sequence[str], config: pytest.Config, monke
 
     monkeypatch.setattr(cli, "_run", note)
     monkeypatch.setattr(merging, "merge", lambda *_: 0)
+    monkeypatch.setattr(difference, "tell", lambda *_: 0)
     monkeypatch.setattr(listing, "show_checks", lambda: None)
     monkeypatch.setattr(listing, "show_catalogue", lambda: None)
     with pytest.raises(SystemExit) as ended:

@@ -115,6 +115,9 @@ MAY = {
 OTHER: dict[str, str] = {
     "flashproof/questions.py": "whether two scales are the same question",
     "reports/wording.py": "how many digits a figure is shown with",
+    "reports/charts.py": "whether a place on an axis is written as a fraction",
+    "reports/example.py": "which judgement is a clear example",
+    "tests/suite/reports/test_browser.py": "the formula of WCAG for the contrast of colours",
     "tests/suite/kernels/test_cuda_gpu.py": "seconds",
     "tests/suite/oracles/test_spread.py": "how far the model of the spread may be from what is measured of it",
 }
