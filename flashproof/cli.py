@@ -216,7 +216,7 @@ def report(
     """Merge the records of several runs or machines into one report."""
     from flashproof.reports.__main__ import merge
 
-    raise Status(merge(records, output, "flashproof report"))
+    raise Status(_of_reports(merge(records, output, "flashproof report")))
 
 
 @app.command()
@@ -231,7 +231,12 @@ def diff(
     """Say what two runs judged differently. The exit status is 1 if a verdict became worse or is missing."""
     from flashproof.reports.difference import tell
 
-    raise Status(tell(before, after, output))
+    raise Status(_of_reports(tell(before, after, output)))
+
+
+def _of_reports(status: int) -> int:
+    """The exit status of this command for that of a command of the reports, where 2 is an error of the arguments."""
+    return USAGE_ERROR if status == 2 else status
 
 
 def _run(single: bool, **wanted: Any) -> None:

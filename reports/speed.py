@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,15 @@ class Timing:
 
 
 def committed() -> list[Timing]:
-    """The timings in the folder of committed measurements. Empty where there is none."""
-    return latest(timing for path in sorted(FOLDER.glob("*.json")) for timing in read(path))
+    """The timings in the folder of committed measurements. Empty where there is none.
+
+    The folder may hold measurements of other kinds, which are passed over.
+    """
+    found: list[Timing] = []
+    for path in sorted(FOLDER.glob("*.json")):
+        with suppress(ValueError):
+            found += read(path)
+    return latest(found)
 
 
 def latest(timings: Iterable[Timing]) -> list[Timing]:

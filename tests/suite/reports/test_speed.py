@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from flashproof.reports import speed
 from flashproof.reports.evidence import gather
 from flashproof.reports.pages import write_pages
@@ -35,6 +37,13 @@ def test_the_later_measurement_counts(tmp_path: Path) -> None:
 def test_what_has_no_throughput_is_left_out(tmp_path: Path) -> None:
     other = {"params": {}, "extra_info": {}, "stats": {"median": 1.0}}
     assert speed.read(write(tmp_path / "a.json", "2026-02-01", other)) == []
+
+
+def test_measurements_of_another_kind_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "FOLDER", tmp_path)
+    write(tmp_path / "a.json", "2026-02-01", benchmark(346.0))
+    (tmp_path / "b.json").write_text('{"gpu": "NVIDIA H200", "prototypes": {}}')
+    assert [timing.tflops for timing in speed.committed()] == [346.0]
 
 
 def test_speeds_of_the_verified_are_shown(tmp_path: Path) -> None:
