@@ -160,7 +160,8 @@ def lists_kernel(
 ):  # fmt: skip
     """Fills the list of one row of blocks.
 
-    mask: the block mask, with strides in the order batch, head, row, block. lists [batch, heads, block_rows, 2 + blocks].
+    mask: the block mask, with strides in the order batch, head, row, block.
+    lists: [batch, heads, block_rows, 2 + blocks].
     A list contains the number of blocks that are seen whole, the number of blocks that are seen at all, and then the
     indices of all blocks: first the whole ones, then the partial ones, then the hidden ones, which are never visited.
     """
