@@ -117,7 +117,7 @@ def _lists(call: Call, block_mask: BlockMask | None, device: torch.device, of_ke
         "lists": lists,
         "mask_strides": tuple(map(as_argument, strides)),
         "heads": mask.shape[1],
-        "rows": rows,
+        "block_rows": rows,
         "blocks": columns,
     }
     sizes = {name: value for name, value in call_arguments(call).items() if name in ("queries", "keys", "offset")}
@@ -155,17 +155,18 @@ def seen_blocks(
 
 @kernel
 def lists_kernel(
-    mask, lists, mask_strides, heads, rows, blocks, queries, keys, offset,
+    mask, lists, mask_strides, heads, block_rows, blocks, queries, keys, offset,
     OF_KEYS: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Fills the list of one row of blocks.
 
-    mask: the block mask, with strides in the order batch, head, row, block. lists [batch, heads, rows, 2 + blocks].
+    mask: the block mask, with strides in the order batch, head, row, block.
+    lists: [batch, heads, block_rows, 2 + blocks].
     A list contains the number of blocks that are seen whole, the number of blocks that are seen at all, and then the
     indices of all blocks: first the whole ones, then the partial ones, then the hidden ones, which are never visited.
     """
     program = this_program()
-    row, head, batch = program % rows, program // rows % heads, program // rows // heads
+    row, head, batch = program % block_rows, program // block_rows % heads, program // block_rows // heads
     mask += wide(batch) * stride_of(mask_strides[0]) + wide(head) * stride_of(mask_strides[1])
     mask += wide(row) * stride_of(mask_strides[2])
     stride = wide(stride_of(mask_strides[3]))

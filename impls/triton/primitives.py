@@ -47,7 +47,7 @@ def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
 # divides. Loads gain only if all tensors are aligned, which one constant, UNIT, states. `kernel` therefore excludes
 # _SIZES from these rules, and _TENSORS from the rule about addresses where UNIT is 1. Strides are in tuples, which
 # Triton excludes from no rule. `as_argument` therefore makes numbers of them to which the rules do not apply.
-_PLACES = ("heads", "kv_heads", "groups", "queries", "keys", "dim", "offset", "rows", "blocks")
+_PLACES = ("heads", "kv_heads", "groups", "queries", "keys", "dim", "offset", "block_rows", "blocks")
 _TENSORS = ("query", "key", "value", "out", "dout", "dquery", "dkey", "dvalue", "mask")
 _STRIDES = tuple(f"{name}_strides" for name in (*_TENSORS, "lists"))
 _SIZES = (*_PLACES, "seed", "last_dropped")
