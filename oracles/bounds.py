@@ -338,7 +338,7 @@ def share(problem: Problem, claim: Claim, of: Claim) -> float | None:
 
 
 class _Casts:
-    """The errors of seven kernels that round correctly.
+    """The errors of seven kernels that round correctly, and with dropout of four more.
 
     1. P and dS are cast, with normalised weights.
     2. P and dS are cast, with unnormalised weights.
@@ -347,6 +347,7 @@ class _Casts:
     5. As 1, and dS is computed from the cast P. PyTorch's memory-efficient attention reads P back so.
     6. As 5, and delta is computed from the rounded output.
     7. Only delta is computed from the rounded output, without any other cast.
+    With dropout, 1 to 4 also for a kernel that casts the weights before it multiplies by 1 / (1 - p).
 
     A kernel that reads its output back computes delta with the error e_i = sum_d dO_id (stored O_id - O_id). The stored
     output has the error of the cast and one more rounding. The error of dS_ij is then -P_ij e_i, with one e_i for all
@@ -355,7 +356,7 @@ class _Casts:
     in bfloat16, a correct kernel had a bias of 3.4 ulps of dK, which is six standard errors. Another way to cast has a
     bias of 9 there. For this reason, the bias of tensors with so few columns is no longer judged at all.
 
-    All errors are linear in a few products. These contain the casts of P (two ways), the cast of dS, the cast of P
+    All errors are linear in a few products. They contain the casts of P (two or four ways), the cast of dS, that of P
     times dP - delta, and P itself times the e_i of each way.
     """
 
@@ -363,12 +364,13 @@ class _Casts:
         self.dtype = problem.query.dtype
         self.nothing = naive.empty_answer(problem)
         out, dim = self.nothing.out, problem.key.shape[3]
-        self.out = [torch.zeros_like(out) for _ in range(2)]  # casts of normalised, of unnormalised weights
-        self.dv = [naive.zeros_of_keys(problem, dim) for _ in range(2)]
+        self.ways = 4 if problem.dropout.p else 2  # normalised and unnormalised weights; both without 1 / (1 - p)
+        self.out = [torch.zeros_like(out) for _ in range(self.ways)]
+        self.dv = [naive.zeros_of_keys(problem, dim) for _ in range(self.ways)]
         self.dq, self.dk = torch.zeros_like(out), naive.zeros_of_keys(problem, dim)  # the cast of dS
         self.dq_by_cast, self.dk_by_cast = torch.zeros_like(out), naive.zeros_of_keys(problem, dim)  # dS from cast P
-        self.dq_by_delta = [torch.zeros_like(out) for _ in range(3)]  # normalised, unnormalised, no cast
-        self.dk_by_delta = naive.zeros_of_keys(problem, 3 * dim)
+        self.dq_by_delta = [torch.zeros_like(out) for _ in range(self.ways + 1)]  # the last one is of no cast
+        self.dk_by_delta = naive.zeros_of_keys(problem, (self.ways + 1) * dim)
 
     def add(self, rows: Rows, slopes: Slopes | None, parts: "_Parts") -> None:
         """Adds the contribution of one block of rows."""
@@ -379,6 +381,9 @@ class _Casts:
 
         total = torch.exp(rows.lse - rows.maximum)  # l: the weights relative to the row maximum are P l
         errors = [off(parts.dropped), off(parts.dropped * total).div_(total.clamp(min=1.0))]
+        if rows.gain is not None:
+            before = [off(rows.weights), off(rows.weights * total).div_(total.clamp(min=1.0))]
+            errors += [error.mul_(rows.gain) for error in before]
         outs = [error @ rows.value for error in errors]
         for whole, part in zip(self.out, outs, strict=True):
             rows.write(whole, part)
@@ -400,8 +405,8 @@ class _Casts:
         rows.add(self.dk_by_delta, rows.weights, moved, rows.scale)
 
     def answers(self) -> list[Attention]:
-        """The errors of the seven kernels, in the order of the class docstring."""
-        none, dk_by_delta = self.nothing, self.dk_by_delta.chunk(3, dim=-1)
+        """The errors of the kernels. The last one is of the kernel without any other cast."""
+        none, dk_by_delta = self.nothing, self.dk_by_delta.chunk(self.ways + 1, dim=-1)
         cast = [Attention(out, none.lse, self.dq, self.dk, dv) for out, dv in zip(self.out, self.dv, strict=True)]
         read = [
             Attention(each.out, none.lse, self.dq - dq, self.dk - dk, each.dv)
@@ -410,7 +415,7 @@ class _Casts:
         from_cast = [
             replace(each, dq=each.dq + self.dq_by_cast, dk=each.dk + self.dk_by_cast) for each in (cast[0], read[0])
         ]
-        by_delta = Attention(none.out, none.lse, -self.dq_by_delta[2], -dk_by_delta[2], none.dv)
+        by_delta = Attention(none.out, none.lse, -self.dq_by_delta[-1], -dk_by_delta[-1], none.dv)
         return [*cast, *read, *from_cast, by_delta]
 
 

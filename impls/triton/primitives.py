@@ -515,6 +515,17 @@ def _as_on_a_gpu() -> Iterator[None]:
         interpreter_builder.options = before
 
 
+_WITH_CONTEXT = threading.local()  # .devices: the GPUs of which the calling thread has a context
+
+
+def _make_current(device: torch.device) -> None:
+    """Gives the calling thread a context of the device. Triton encodes descriptors before it makes one itself."""
+    known = vars(_WITH_CONTEXT).setdefault("devices", set())
+    if device not in known:
+        torch.zeros((), device=device)  # the first launch of a thread makes the context current
+        known.add(device)
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch of a kernel: its grid, its arguments by name (with the constants), and its compile options.
@@ -541,6 +552,8 @@ class Launch:
     def run(self) -> None:
         """Starts the kernel on the device of its tensors."""
         tensor = next(argument for argument in self.arguments.values() if isinstance(argument, Tensor))
+        if tensor.is_cuda:
+            _make_current(tensor.device)
         kernel = self.kernel if INTERPRETED.value or self.arguments["UNIT"] > 1 else self.kernel.unaligned
         with _ONE_AT_A_TIME if INTERPRETED.value else nullcontext(), torch.cuda.device_of(tensor), _as_on_a_gpu():
             kernel[self.grid](**self.arguments, **self.options)
