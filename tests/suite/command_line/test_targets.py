@@ -433,7 +433,7 @@ def test_a_file_without_an_attribute(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"mine\.py: names no attribute\. It defines attention, implementation; give"):
         loading.load(str(file))
     with pytest.raises(
-        ValueError, match=r"is a directory; name a file in it and an attribute, as '.*/mine\.py:attention'"
+        ValueError, match=r"is a directory; name a file in it and an attribute, such as '.*/mine\.py:attention'"
     ):
         loading.load(str(tmp_path))
 
@@ -466,7 +466,7 @@ def test_a_file_that_fails(tmp_path: Path) -> None:
     with pytest.raises(ImportError, match=r"needy\.py needs 'no_such_package', which is not installed") as raised:
         loading.load(f"{needy}:attention")
     assert raised.value.name == "no_such_package"
-    with pytest.raises(ValueError, match=r"failed with SystemExit: 3 \(.*leaving\.py, line 1\); move what it does"):
+    with pytest.raises(ValueError, match=r"failed with SystemExit: 3 \(.*leaving\.py, line 1\); move the code of t"):
         loading.load(f"{leaving}:attention")
     with pytest.raises(ValueError, match=r"no known parent package .*; give each folder of its package an __init__"):
         loading.load(f"{alone}:attention")

@@ -116,6 +116,7 @@ OTHER: dict[str, str] = {
     "flashproof/questions.py": "whether two scales are the same question",
     "reports/wording.py": "how many digits a figure is shown with",
     "reports/charts.py": "whether a place on an axis is written as a fraction",
+    "reports/drawing.py": "how a number of a picture is written",
     "reports/example.py": "which judgement is a clear example",
     "tests/suite/reports/test_browser.py": "the formula of WCAG for the contrast of colours",
     "tests/suite/kernels/test_cuda_gpu.py": "seconds",
