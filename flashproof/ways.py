@@ -336,7 +336,7 @@ def _accumulated(implementation: Implementation, case: Case, device: str, observ
 
 
 def _projected(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
-    """A call with inputs that are no leaves. PyTorch lets a kernel change these in place, and so spoil other uses."""
+    """A call with inputs that are not leaves. PyTorch lets a kernel change them in place, which spoils other uses."""
     changed: list[str] = []
 
     def run(attention: Callable[..., object], leaves: tuple[Tensor, ...], keywords: dict[str, object]) -> object:

@@ -197,7 +197,7 @@ def quickly(job: Job) -> str:
 
 
 def all_tried_quickly(work: list[Job], processes: int) -> int:
-    """Prints how many mutants a quick run rejects, and each of the others. Returns the number of false alarms."""
+    """Prints how many mutants a quick run rejects, and which ones it misses. Returns the number of false alarms."""
     with multiprocessing.get_context("fork").Pool(processes) as pool:
         found = list(zip(work, pool.imap(quickly, work, chunksize=1), strict=True))
     mutants = dict.fromkeys((job.specimen.name for job, _ in found if job.patched and not job.specimen.survives), "")
