@@ -26,7 +26,7 @@ CERTIFIED_HEADS = 64  # the same, up to this batch x heads, because balls take o
 # From this number of scores (batch x heads x queries x keys), the kernel's own device computes the float64 oracle.
 SCORES_FOR_A_GPU = 2**21
 BY_ROWS: tuple[TensorName, ...] = ("out", "lse", "dq")  # tensors with a row for each query
-SAMPLED_FROM = 1024  # from this number of keys, some rows are also enclosed, beside the float64 oracle
+SAMPLED_FROM = 2048  # from this number of keys, some rows are also enclosed, beside the float64 oracle
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +38,10 @@ class Exact:
     bound: Attention
     statistical: Attention  # the probabilistic bound without 16-bit casts: the unit of the bias, or a part of it
     gates: bool  # whether the probabilistic bound decides too
-    casts: list[Attention]  # the errors of roundings to nearest, of the weights and of the output in delta
     even: tuple[TensorName, ...]  # the tensors in which a correct kernel makes errors of both signs: a bias is a fault
     certainty: Certainty
+    # Few verdicts need these two, so they are computed on demand.
+    casts: Callable[[], list[Attention]]  # what roundings to nearest do, of the weights and of the output in delta
     lost: Callable[[], Attention]  # the small terms that sums may lose; added to the probabilistic bound
 
     def on_cpu(self) -> "Exact":
@@ -51,7 +52,7 @@ class Exact:
             error=_on_cpu(self.error),
             bound=_on_cpu(self.bound),
             statistical=_on_cpu(self.statistical),
-            casts=[_on_cpu(each) for each in self.casts],
+            casts=lambda: [_on_cpu(each) for each in self.casts()],
             lost=lambda: _on_cpu(self.lost()),
         )
 
@@ -70,7 +71,7 @@ class Exact:
             error=larger(self.error),
             bound=larger(self.bound),
             statistical=larger(self.statistical),
-            casts=[multiple(each) for each in self.casts],
+            casts=lambda: [multiple(each) for each in self.casts()],
             lost=lambda: larger(self.lost()),
         )
 
@@ -223,9 +224,9 @@ def exact_of(
         bound,
         statistical,
         bounds.has_statistical_gate(problem, arithmetic),
-        evaluation.casts_of(arithmetic),
         _even(problem, arithmetic),
         "certified" if enclosed else "bounded",
+        cache(lambda: bounds.casts(problem, arithmetic, backward=backward)),
         cache(lambda: stagnation.lost(problem, backward=backward)),
     )
 
@@ -388,13 +389,20 @@ def judge_tensor(actual: Tensor, name: TensorName, truth: Exact) -> Judged:
         tensor=name,
         rho=rho,
         statistical=of_chance,
-        bias=verdict.bias(actual, true, statistical, [getattr(cast, name) for cast in truth.casts])
-        if name in truth.even
-        else None,
+        bias=_bias(actual, name, truth) if name in truth.even else None,
         ulps=None if name == "lse" else verdict.largest_ulps(actual, true),
         certainty=truth.certainty,
         grid=None if rho.value <= 1.0 else grid(verdict.ratios(actual, true, bound, error)),
     )
+
+
+def _bias(actual: Tensor, name: TensorName, truth: Exact) -> verdict.Bias | None:
+    """The bias of one tensor. The casts explain a part of it, and are computed only if it is too large without them."""
+    true, statistical = getattr(truth.answer, name), getattr(truth.statistical, name)
+    found = verdict.bias(actual, true, statistical)
+    if not (found and found.leans):
+        return found
+    return verdict.bias(actual, true, statistical, [getattr(each, name) for each in truth.casts()])
 
 
 PARTS = 16  # of rows and of columns, at most

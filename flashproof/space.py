@@ -849,7 +849,7 @@ class Space:
             model = Case(heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, seed=number)
             length = LENGTHS["past a tile"][number % 8]
             found.append(replace(model, queries=length, keys=length, mask="causal"))
-            found.append(replace(model, queries=1, keys=1000 + number, call="inference"))
+            found.append(replace(model, queries=1, keys=258 + number, call="inference"))
             group = min(heads // kv_heads, 8)
             part = replace(model, kv_heads=1, heads=group)
             found.append(replace(part, queries=300 + number, keys=300 + number, mask="causal"))

@@ -244,8 +244,11 @@ def _two_forwards(implementation: Implementation, case: Case, device: str, obser
         for one in (case, other)
     )
     between = 0 if implementation.slow(cast(Device, device)) else CALLS_BETWEEN
-    further = [replace(case, seed=case.seed + 2 + number) for number in range(between)]
-    kept = [forward(implementation, one, inputs(one, device), wanted=wanted(one), observer=observer) for one in further]
+    further = replace(case, seed=other.seed)
+    kept = [
+        forward(implementation, further, inputs(further, device), wanted=wanted(case), observer=observer)
+        for _ in range(between)
+    ]
     answers = [_answered(first), _answered(second)]
     del kept  # until here, all calls wait for their backward
     words = f"{1 + between} other calls" if between else "another call"
@@ -271,7 +274,7 @@ def _after_another(implementation: Implementation, case: Case, device: str, obse
 def _renewed(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
     """Calls as in the replay of a graph: all use the same tensors, or the last uses new ones at the same addresses."""
     times = 1 if implementation.slow(cast(Device, device)) else CALLS_BEFORE
-    others = [replace(case, seed=case.seed + turn) for turn in range(1, times + 1)]
+    others = [replace(case, seed=case.seed + 1 + turn % 2) for turn in range(times)]
     given, kept = inputs(others[0], device), None
     for turn, other in enumerate(others):
         if turn:

@@ -251,29 +251,16 @@ def bounds(problem: Problem, claim: Claim) -> Attention:
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """The float64 answer, the bound of each claim, and what rounding the weights to nearest does to the answer.
-
-    casts: the errors that correct roundings to the dtype of the inputs make here, one entry for each way to round
-        (`_Casts`); empty for float32. These errors have one sign where weights repeat (ties, scores near 0) and where
-        all keys of a row share one error. A correct kernel then has a bias of the same size.
-    """
+    """The float64 answer, and the bound of each claim."""
 
     answer: Attention
     bounds: list[Attention]
-    casts: list[Attention]
-
-    def casts_of(self, arithmetic: Arithmetic) -> list[Attention]:
-        """The casts that a claim allows for.
-
-        A claim that keeps its weights in float32 casts only the output. A kernel may compute delta from that output.
-        """
-        return self.casts if arithmetic.weights == "input" else self.casts[-1:]
 
 
 def evaluate(
     problem: Problem, claims: Sequence[Claim], block_scores: int | None = None, *, backward: bool = True
 ) -> Evaluation:
-    """Computes the float64 answer and everything that judges a kernel, in one pass over the rows.
+    """Computes the float64 answer and the bounds of some claims, in one pass over the rows.
 
     claims: the result has one bound for each of them. block_scores: see `naive.row_blocks`.
     backward: whether to compute the gradients. Otherwise the gradients of the answer are 0.
@@ -281,16 +268,29 @@ def evaluate(
     answer = naive.empty_answer(problem)
     largest = largest_score(problem)
     sums = [_Sums(problem, units_of(problem, claim), largest) for claim in claims]
-    casts = _Casts(problem) if problem.query.dtype in (torch.float16, torch.bfloat16) else None
     for rows in naive.row_blocks(problem, block_scores):
         slopes = rows.slopes() if backward else None
         naive.add_rows(answer, rows, slopes)
         parts = _Parts(rows, slopes)
         for one in sums:
             one.add(rows, parts)
-        if casts:
-            casts.add(rows, slopes, parts)
-    return Evaluation(answer, [one.finish(answer) for one in sums], casts.answers() if casts else [])
+    return Evaluation(answer, [one.finish(answer) for one in sums])
+
+
+def casts(problem: Problem, arithmetic: Arithmetic, *, backward: bool = True) -> list[Attention]:
+    """The errors that correct roundings to the dtype of the inputs make, for each way to round that a claim allows.
+
+    `_Casts` lists the ways. A claim that keeps its weights in float32 casts only the output, and a kernel may compute
+    delta from that output. The errors have one sign where weights repeat (ties, scores near 0) and where all keys of a
+    row share one error. A correct kernel then has a bias of the same size. The list is empty for float32. backward: as
+    in `evaluate`.
+    """
+    if problem.query.dtype == torch.float32:
+        return []
+    found = _Casts(problem)
+    for rows in naive.row_blocks(problem):
+        found.add(rows, rows.slopes() if backward else None)
+    return found.answers() if arithmetic.weights == "input" else found.answers()[-1:]
 
 
 def largest_score(problem: Problem) -> float:
@@ -372,7 +372,7 @@ class _Casts:
         self.dq_by_delta = [torch.zeros_like(out) for _ in range(self.ways + 1)]  # the last one is of no cast
         self.dk_by_delta = naive.zeros_of_keys(problem, (self.ways + 1) * dim)
 
-    def add(self, rows: Rows, slopes: Slopes | None, parts: "_Parts") -> None:
+    def add(self, rows: Rows, slopes: Slopes | None) -> None:
         """Adds the contribution of one block of rows."""
 
         def off(weights: Tensor) -> Tensor:
@@ -380,7 +380,8 @@ class _Casts:
             return weights.to(self.dtype).to(torch.float64).sub_(weights)
 
         total = torch.exp(rows.lse - rows.maximum)  # l: the weights relative to the row maximum are P l
-        errors = [off(parts.dropped), off(parts.dropped * total).div_(total.clamp(min=1.0))]
+        dropped = rows.dropped_weights
+        errors = [off(dropped), off(dropped * total).div_(total.clamp(min=1.0))]
         if rows.gain is not None:
             before = [off(rows.weights), off(rows.weights * total).div_(total.clamp(min=1.0))]
             errors += [error.mul_(rows.gain) for error in before]

@@ -134,9 +134,8 @@ def test_a_delta_from_the_rounded_output_is_no_lean(line: str) -> None:
     for rows in naive.row_blocks(problem):
         delta = (rows.dout * rows.out.to(dtype).double()).sum(dim=-1, keepdim=True)
         rows.add(wrong.dk, rows.weights * (rows.slopes().dweights - delta), rows.query, rows.scale)
-    bias = verdict.bias(
-        wrong.dk.to(dtype), evaluation.answer.dk, evaluation.bounds[0].dk, [cast.dk for cast in evaluation.casts]
-    )
+    casts = [cast.dk for cast in bounds.casts(problem, Arithmetic())]
+    bias = verdict.bias(wrong.dk.to(dtype), evaluation.answer.dk, evaluation.bounds[0].dk, casts)
     assert bias is not None
     assert not bias.leans
 
@@ -151,7 +150,7 @@ def test_slopes_from_cast_weights_are_no_lean(seed: int) -> None:
     for rows in naive.row_blocks(problem):
         dscores = (rows.weights.to(dtype).double() * rows.slopes().slope).to(dtype).double()
         rows.write(got, rows.scale * (dscores @ rows.key))
-    casts = [cast.dq for cast in evaluation.casts]
+    casts = [cast.dq for cast in bounds.casts(problem, Arithmetic())]
     others = casts[:4] + casts[6:]
     bias, with_others = (
         verdict.bias(got.to(dtype), evaluation.answer.dq, evaluation.bounds[0].dq, allowed)
