@@ -235,12 +235,16 @@ def _even(problem: Problem, arithmetic: Arithmetic) -> tuple[TensorName, ...]:
     """The tensors in which a correct kernel makes errors of both signs.
 
     If products are rounded to 16 bit, all scores near 10000 may be rounded in one direction. A running sum in 16 bit
-    may round in one direction again and again, if its terms are nearly equal.
+    may round in one direction again and again, if its terms are nearly equal. So may a sum in float32, if its terms are
+    equal; the rounding of a result to 16 bit hides this error.
     """
     if arithmetic.products == "input":
         return ()
-    is_summed_narrowly = arithmetic.gradients == "input" and problem.query.dtype != torch.float32
-    return ("out",) if is_summed_narrowly else ("out", *GRADIENTS)
+    if problem.query.dtype != torch.float32:
+        return ("out",) if arithmetic.gradients == "input" else ("out", *GRADIENTS)
+    over_keys, over_queries = bounds.sums_equal_terms(problem)
+    of_keys: tuple[TensorName, ...] = () if over_keys else ("out", "dq")
+    return of_keys if over_queries else (*of_keys, "dk", "dv")
 
 
 _shared: Path | None = None

@@ -76,6 +76,12 @@ def _tensor(heads: int, length: int, dim: int, dtype: torch.dtype, strided: bool
     return (wide[..., ::2] if strided else wide).detach().requires_grad_()
 
 
+def _dtype(implementation: Implementation) -> torch.dtype:
+    """The last of the dtypes that an implementation claims: a 16-bit dtype, if there is one."""
+    dtype: torch.dtype = getattr(torch, implementation.supports.dtypes[-1])
+    return dtype
+
+
 @pytest.mark.parametrize("tool", ["memcheck", "initcheck", "synccheck"])
 def test_compute_sanitizer_finds_nothing(tool: str) -> None:
     """Checks the grid for accesses outside memory, reads of unwritten memory and incomplete barriers."""
@@ -105,7 +111,7 @@ def test_compute_sanitizer_finds_nothing(tool: str) -> None:
 def test_kernels_run_on_the_current_stream(name: str) -> None:
     """A kernel waits for inputs that its slow stream is still writing. Other streams change nothing in the meantime."""
     implementation = catalogue.load(name)
-    source = torch.randn(1, 4, 512, 64, device="cuda", dtype=torch.float16)
+    source = torch.randn(1, 4, 512, 64, device="cuda", dtype=_dtype(implementation))
     expected: Any = implementation.attention(source, source, source)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
@@ -126,8 +132,9 @@ def test_a_new_thread(name: str) -> None:
 
     A new thread has no driver context. If the kernel is loaded and memory is available, only the launch can make one.
     """
-    attention: Any = catalogue.load(name).attention
-    x = torch.randn(1, 2, 70, 64, device="cuda", dtype=torch.float16)
+    implementation = catalogue.load(name)
+    attention: Any = implementation.attention
+    x = torch.randn(1, 2, 70, 64, device="cuda", dtype=_dtype(implementation))
     expected = attention(x, x, x)
     attention(x, x, x)  # its result is freed, so that memory is available
     torch.cuda.synchronize()
@@ -151,9 +158,10 @@ def test_a_new_thread(name: str) -> None:
 def test_first_use_is_quick(name: str, tmp_path: Path) -> None:
     """A kernel that is in no cache is compiled and loaded in less than 2 s. From the disk, it takes less than 0.1 s."""
     launches: list[Launch] = []
-    x = torch.zeros(1, 1, 128, 128, device="cuda", dtype=torch.float16, requires_grad=True)
+    implementation = catalogue.load(name)
+    x = torch.zeros(1, 1, 128, 128, device="cuda", dtype=_dtype(implementation), requires_grad=True)
     with mock.patch.object(Launch, "run", autospec=True, side_effect=launches.append):
-        out: Any = catalogue.load(name).attention(x, x, x, is_causal=True)
+        out: Any = implementation.attention(x, x, x, is_causal=True)
         out.backward(torch.zeros_like(out))
     with mock.patch.object(launching, "cache_folder", return_value=tmp_path):
         for launch in launches:

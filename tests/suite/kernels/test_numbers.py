@@ -63,14 +63,19 @@ def random(queries: int, keys: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("where", ["query", "key", "value", "dout"])
 @pytest.mark.parametrize("name", OWN)
 def test_nan_is_passed_on(name: str, where: str, device: Device) -> None:
-    """A NaN makes every result that depends on it NaN, and no other result. The others keep their bits."""
+    """A NaN makes every result that depends on it NaN, and no other result.
+
+    The others keep their bits. Gradients do so only if the kernel is deterministic.
+    """
     inputs = random(queries=70, keys=150)
+    repeats = ("out", "lse", *(("dq", "dk", "dv") if loaded(name).supports.deterministic else ()))
     without = attended(name, device, inputs)
     inputs[where][0, 1, 3, 5] = math.nan
     found, expected = attended(name, device, inputs), textbook(inputs)
     for tensor, values in found.items():
         assert torch.equal(values.isnan(), expected[tensor].isnan()), tensor
-        assert torch.equal(values[~values.isnan()], without[tensor][~values.isnan()]), tensor
+        if tensor in repeats:
+            assert torch.equal(values[~values.isnan()], without[tensor][~values.isnan()]), tensor
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -6,7 +6,7 @@ import torch
 from flashproof import judging
 from flashproof.cases import Case
 from flashproof.impls.spec import arithmetic_of_callables
-from flashproof.oracles import bounds, stagnation
+from flashproof.oracles import bounds, naive, stagnation, verdict
 from flashproof.oracles.bounds import Claim
 from flashproof.oracles.masks import Mask
 from flashproof.oracles.problem import Problem
@@ -81,3 +81,24 @@ def test_the_loss_of_grouped_heads_is_that_of_each_head() -> None:
             own, of_all = getattr(alone, name)[:, 0], getattr(lost, name)[:, head]
             assert ((own - of_all).abs() <= rounding * own).all()
         assert (lost.dv[:, head // 2] >= alone.dv[:, 0] * (1.0 - rounding)).all()
+
+
+def test_a_sum_of_equal_terms_has_a_bias_and_passes() -> None:
+    """Equal weights and equal output gradients: dV of each key is a running sum of equal numbers, which float32 rounds
+    in one direction again and again.
+    """
+    claim = arithmetic_of_callables("float32", "cpu")
+    problem = inputs(case := Case.parse("b1 h1 q1279 k257 d64 nokeys do.summed dropout0.15 seed152")).problem(case)
+    truth = judging.exact_of(problem, claim)
+    dv = torch.zeros(case.keys, case.dim)
+    for rows in naive.row_blocks(problem):
+        for weights, dout in zip(rows.dropped_weights[0].float(), rows.dout[0].float(), strict=True):
+            dv += weights[:, None] * dout
+    dv = dv[None, None]
+    bias = verdict.bias(dv, truth.answer.dv, truth.statistical.dv)
+    assert bias is not None
+    assert bias.leans  # so this right kernel would fail
+    assert judging.judge_tensor(dv, "dv", truth).passed
+    assert not judging.judge_tensor(1.001 * dv, "dv", truth).passed
+    others = inputs(case := Case.parse("b1 h1 q300 k257 d64 nokeys dropout0.15")).problem(case)
+    assert "dv" in judging.exact_of(others, claim).even  # with other output gradients, a bias is a fault
