@@ -133,9 +133,10 @@ def arithmetic_of_flash(dtype: Dtype, device: Device) -> Arithmetic:
 def arithmetic_of_callables(dtype: Dtype, device: Device) -> Arithmetic:
     """The assumed arithmetic of a bare callable: FlashAttention's, with weights normalised in either way.
 
-    Vector code for exponentials, such as PyTorch's for CPUs, makes 2^n as 2 x 2^(n - 1) and answers 0 below 2^-125.5.
+    Vector code of a CPU for exponentials, such as PyTorch's, makes 2^n as 2 x 2^(n - 1) and answers 0 below 2^-125.5.
     """
-    return replace(arithmetic_of_flash(dtype, device), normaliser="lse", exp_smallest=2.0**-125.5)
+    assumed = replace(arithmetic_of_flash(dtype, device), normaliser="lse")
+    return replace(assumed, exp_smallest=2.0**-125.5) if device == "cpu" else assumed
 
 
 @dataclass(frozen=True, kw_only=True)
