@@ -19,6 +19,7 @@ test: venv
 lint: venv
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror impls/cuda/*.cu impls/cuda/*.cuh impls/cuda/*.h
 	$(VENV)/bin/mypy
 
 venv: $(VENV)/.done

@@ -230,8 +230,7 @@ KERNEL(backward)(View<const Element> query, View<const Element> key, View<const 
                 p.each([&](float& score, int m, int n, int i) {
                     const int r = p.slot(m, i);
                     const bool seen = sees(first + p.row(m, i), first_key + p.column(n, i), problem, offset);
-                    score = seen ? exp2_of((score - maximum[r]) * problem.exponent_scale) * normaliser[r]
-                                 : 0.0f;
+                    score = seen ? exp2_of((score - maximum[r]) * problem.exponent_scale) * normaliser[r] : 0.0f;
                 });
                 Sums<ROWS, STEP> ds;  // first dP, then dS = P o (dP - delta)
                 ds.clear();

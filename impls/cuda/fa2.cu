@@ -58,8 +58,8 @@ struct Mask {
     DEVICE Visits queries_of(int, int, int first_key, int length, int queries) const {
         const int start = CAUSAL ? larger_of(first_key - offset, 0) / STEP * STEP : 0;
         const int all_see = CAUSAL ? larger_of(first_key + length - 1 - offset, 0) : 0;
-        return {start, larger_of(queries - start + STEP - 1, 0) / STEP,
-                larger_of(all_see - start + STEP - 1, 0) / STEP, (queries - start) / STEP};
+        return {start, larger_of(queries - start + STEP - 1, 0) / STEP, larger_of(all_see - start + STEP - 1, 0) / STEP,
+                (queries - start) / STEP};
     }
 };
 #endif
@@ -185,8 +185,8 @@ KERNEL(forward)(View<const Element> query, View<const Element> key, View<const E
         Drawn<ROWS, STEP> drawn;
         if (DROPOUT) {
             drawn.draw([&](int row, int column) {
-                return kept(problem.seed, problem.last_dropped, place.batch, place.head,
-                            place.first + warp_row() + row, first_key + column);
+                return kept(problem.seed, problem.last_dropped, place.batch, place.head, place.first + warp_row() + row,
+                            first_key + column);
             });
         }
         if (ONE_BODY || visits.masked(visit))
@@ -367,9 +367,7 @@ DEVICE void add_gradients(Sums<ROWS, DIM>& dq, const Operand<ROWS, false>& q, co
     Sums<ROWS, STEP> p;  // first the scores, then the weights
     p.clear();
     rows_by_rows(p, q, k);
-    p.each([&](float& score, int m, int, int i) {
-        score = weight_of(score, lse[p.slot(m, i)], problem.scale);
-    });
+    p.each([&](float& score, int m, int, int i) { score = weight_of(score, lse[p.slot(m, i)], problem.scale); });
     Sums<ROWS, STEP> ds;  // first dP, then dS
     ds.clear();
     rows_by_rows(ds, d, v);
@@ -420,8 +418,8 @@ KERNEL(dquery)(View<const Element> query, View<const Element> key, View<const El
         Drawn<ROWS, STEP> drawn;
         if (DROPOUT) {
             drawn.draw([&](int row, int column) {
-                return kept(problem.seed, problem.last_dropped, place.batch, place.head,
-                            place.first + warp_row() + row, first_key + column);
+                return kept(problem.seed, problem.last_dropped, place.batch, place.head, place.first + warp_row() + row,
+                            first_key + column);
             });
         }
         if (ONE_BODY || visits.masked(visit))

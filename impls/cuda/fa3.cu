@@ -28,16 +28,16 @@
 // and SIGN (of the scale).
 #include "hopper.cuh"
 
-constexpr int ROWS = 64;               // queries of a worker
-constexpr int OWN = WORKERS * ROWS;    // queries of a block
+constexpr int ROWS = 64;             // queries of a worker
+constexpr int OWN = WORKERS * ROWS;  // queries of a block
 constexpr int THREADS = 128 * (WORKERS + 1);
 constexpr float HUGE_SCALED = 256.0f;  // a row whose |m c| is larger subtracts before it multiplies
 
 struct Problem {
     int batches, heads, groups;  // groups: heads that share a head of keys
     int queries, keys, dim;
-    int offset;       // with CAUSAL, query i sees key j if j <= i + offset
-    int tiles, band;  // tiles of OWN queries in a head; heads that are worked on together
+    int offset;                       // with CAUSAL, query i sees key j if j <= i + offset
+    int tiles, band;                  // tiles of OWN queries in a head; heads that are worked on together
     float magnitude, exponent_scale;  // |scale|, |scale| log2 e; 1 and log2 e where the scale is 0
 };
 

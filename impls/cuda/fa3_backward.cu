@@ -23,16 +23,16 @@
 // memory), CAUSAL, and the kernel: PREPARE, BACKWARD or FINISH.
 #include "hopper.cuh"
 
-constexpr int ROWS = 64;              // keys of a worker
+constexpr int ROWS = 64;  // keys of a worker
 constexpr bool WIDE = DIM == 256;
 // Columns of dQ^T [DIM, STEP] that a worker computes, 64 rows at a time: half of the queries at head dim 64, else all.
 constexpr int PART = DIM == 64 ? STEP / 2 : STEP;
-constexpr int TILE = STEP * DIM;      // numbers in a tile of dQ
+constexpr int TILE = STEP * DIM;  // numbers in a tile of dQ
 
 struct Problem {
-    int batches, heads, groups;       // groups: heads that share a head of keys
+    int batches, heads, groups;  // groups: heads that share a head of keys
     int queries, keys, dim;
-    int offset;                       // with CAUSAL, query i sees key j if j <= i + offset
+    int offset;                        // with CAUSAL, query i sees key j if j <= i + offset
     int query_tiles, key_tiles, band;  // tiles of STEP queries and of OWN keys in a head; key heads in a band
     float scale;
 };
@@ -100,8 +100,8 @@ EXPORT(prepare)
 
 // Rounds scale times the sums of a tile of dQ. They pass through shared memory [STEP, DIM + 8], whose rows are padded
 // by 8 numbers.
-extern "C" __global__ void __launch_bounds__(256) finish(Global<const float4> sums, const __grid_constant__ View dquery,
-                                                         const __grid_constant__ Problem problem) {
+extern "C" __global__ void __launch_bounds__(256)
+    finish(Global<const float4> sums, const __grid_constant__ View dquery, const __grid_constant__ Problem problem) {
     __shared__ __align__(16) unsigned short rounded[STEP][DIM + 8];
     const int tile = blockIdx.x % problem.query_tiles, pair = blockIdx.x / problem.query_tiles;
     const int head = pair % problem.heads, batch = pair / problem.heads;
@@ -197,8 +197,8 @@ struct Producer {
         barrier_arrive_expecting(query_full, STEP_BYTES + STATISTICS_BYTES);
         fetch<STEP>(memory + QUERIES + slot.place() * STEP_BYTES, query, query_full, tile * STEP, head, batch);
         const long long at = (static_cast<long long>(batch) * problem.heads + head) * problem.query_tiles + tile;
-        copy_bytes(memory + STATISTICS + slot.place() * STATISTICS_BYTES, statistics + at * 2 * STEP,
-                   STATISTICS_BYTES, query_full);
+        copy_bytes(memory + STATISTICS + slot.place() * STATISTICS_BYTES, statistics + at * 2 * STEP, STATISTICS_BYTES,
+                   query_full);
         barrier_wait(memory + DOUT_EMPTY + 8 * slot.place(), slot.parity() ^ 1);
         barrier_arrive_expecting(dout_full, STEP_BYTES);
         fetch<STEP>(memory + DOUTS + slot.place() * STEP_BYTES, dout, dout_full, tile * STEP, head, batch);
@@ -497,8 +497,8 @@ struct Worker {
         store(problem, work, dvalue, first_key, first_column, x.dv, 1.0f);
     }
 
-    static DEVICE void store(const Problem& problem, const Work& work, const View& out, int first_row,
-                             int first_column, const float (&sums)[WIDTH / 2], float factor) {
+    static DEVICE void store(const Problem& problem, const Work& work, const View& out, int first_row, int first_column,
+                             const float (&sums)[WIDTH / 2], float factor) {
         UNROLL
         for (int r = 0; r < 2; ++r) {
             const int row = first_row + 8 * r;

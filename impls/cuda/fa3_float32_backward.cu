@@ -27,7 +27,7 @@ constexpr int PART = DIM == 64 ? STEP / 2 : STEP;
 constexpr int TILE = STEP * DIM;  // numbers in a tile of dQ
 
 struct Problem {
-    int batches, heads, groups;        // groups: heads that share a head of keys
+    int batches, heads, groups;  // groups: heads that share a head of keys
     int queries, keys, dim;
     int offset;                        // with CAUSAL, query i sees key j if j <= i + offset
     int query_tiles, key_tiles, band;  // tiles of STEP queries and of OWN keys in a head; key heads in a band
@@ -79,8 +79,8 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // Stores scale times the sums of a tile of dQ. They pass through shared memory [STEP, DIM + 4], whose rows are padded
 // by 4 numbers.
-extern "C" __global__ void __launch_bounds__(256) finish(const float* sums, const __grid_constant__ View dquery,
-                                                         const __grid_constant__ Problem problem) {
+extern "C" __global__ void __launch_bounds__(256)
+    finish(const float* sums, const __grid_constant__ View dquery, const __grid_constant__ Problem problem) {
     __shared__ __align__(16) float scaled[STEP][DIM + 4];
     const int tile = blockIdx.x % problem.query_tiles, pair = blockIdx.x / problem.query_tiles;
     const int head = pair % problem.heads, batch = pair / problem.heads;
@@ -210,7 +210,7 @@ struct Worker {
     int index;
     Walk<STAGES> slot;  // the first part of the tile
     Walk<2> statistic;
-    unsigned parity;    // of the tile, in the barriers that have one place
+    unsigned parity;  // of the tile, in the barriers that have one place
 
     static DEVICE int row(int thread) { return thread % 128 / 32 * 16 + thread % 32 / 4; }
     static DEVICE int column(int thread) { return thread % 4 * 2; }
@@ -326,9 +326,9 @@ struct Worker {
         for (int part = 0; part < PARTS; ++part) {
             UNROLL
             for (int q = 0; q < STEP; q += 16)
-                store_transposed(memory + SCORES + part * SCORE_BYTES + (q + query) * ROW_BYTES +
-                                     ((piece ^ query % 8) << 4),
-                                 ds[part] + q / 4);
+                store_transposed(
+                    memory + SCORES + part * SCORE_BYTES + (q + query) * ROW_BYTES + ((piece ^ query % 8) << 4),
+                    ds[part] + q / 4);
         }
         shared_written();
         __syncwarp();

@@ -25,9 +25,9 @@ using Global = T*;
 
 using Address = unsigned;  // of shared memory
 
-constexpr int PANEL = 64;        // columns of a panel
-constexpr int ROW_BYTES = 128;   // of a panel
-constexpr unsigned ALL = ~0u;    // lanes of a warp
+constexpr int PANEL = 64;       // columns of a panel
+constexpr int ROW_BYTES = 128;  // of a panel
+constexpr unsigned ALL = ~0u;   // lanes of a warp
 
 // The type of the elements: its name in PTX.
 #if BF16
@@ -133,7 +133,9 @@ DEVICE void barrier_wait(Address barrier, unsigned parity) {
         "@done bra.uni over;\n"
         "bra.uni again;\n"
         "over:\n"
-        "}" ::"r"(barrier), "r"(parity) : "memory");
+        "}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
 }
 #endif
 
@@ -156,9 +158,13 @@ struct Walk {
 // of them. Another warpgroup waits for them and takes more.
 #ifndef TWIN
 template <int COUNT>
-DEVICE void registers_reduce() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+DEVICE void registers_reduce() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
 template <int COUNT>
-DEVICE void registers_increase() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+DEVICE void registers_increase() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
 #endif
 
 // -------------------------------------------------------------------------------------------------------------- copies
@@ -193,13 +199,15 @@ DEVICE void copy_bytes(Address to, const void* from, int bytes, Address barrier)
 // Adds four numbers to four numbers in device memory, each atomically. The address is a multiple of 16.
 DEVICE void add_to_memory(float* to, const float* four) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(four[0]), "f"(four[1]),
-                 "f"(four[2]), "f"(four[3]) : "memory");
+                 "f"(four[2]), "f"(four[3])
+                 : "memory");
 }
 // Stores four 8x8 matrices of 16-bit numbers in shared memory. Lane 8i + r gives the address of row r of matrix i. Lane
 // 4g + t holds the elements [g, 2t] and [g, 2t + 1] of matrix i in register i.
 DEVICE void store_matrices(Address row, const unsigned* from) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(from[0]),
-                 "r"(from[1]), "r"(from[2]), "r"(from[3]) : "memory");
+                 "r"(from[1]), "r"(from[2]), "r"(from[3])
+                 : "memory");
 }
 // Loads two numbers from shared memory. The address is a multiple of 8.
 DEVICE float2 load_two(Address from) {
@@ -239,7 +247,9 @@ DEVICE Matrix ahead(Matrix m, int bytes) { return m + (bytes >> 4); }
 DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int GROUPS>
-DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory"); }
+DEVICE void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
+}
 template <int COUNT>
 DEVICE void pin(float (&registers)[COUNT]) {
     UNROLL
@@ -296,23 +306,25 @@ struct Product;
 
 // SHAPE takes N, the index of the last group of eight sums, and the numbers of the six operands that follow the sums.
 #define MMA(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." ELEMENT "." ELEMENT " "
-#define SHAPE(N, LAST, A, B, C, D, E, F)                                                                             \
-    template <>                                                                                                      \
-    struct Product<N> {                                                                                              \
-        template <int ROWS_A, int ROWS_B>                                                                            \
-        static DEVICE void shared(float (&d)[N / 2], Matrix a, Matrix b, bool add) {                                 \
-            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #C ", 0;\n" MMA(N) "{" TEXT_##LAST "}, "           \
-                         "%" #A ", %" #B ", add, 1, 1, %" #D ", %" #E ";\n}"                                         \
-                         : SUMS_##LAST(d)                                                                            \
-                         : "l"(a), "l"(b), "r"(int(add)), "n"(ROWS_A), "n"(ROWS_B));                                 \
-        }                                                                                                            \
-        template <int ROWS_B>                                                                                        \
-        static DEVICE void registers(float (&d)[N / 2], const unsigned* a, Matrix b) {                               \
-            asm volatile("{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n" MMA(N) "{" TEXT_##LAST "}, "                 \
-                         "{%" #A ", %" #B ", %" #C ", %" #D "}, %" #E ", add, 1, 1, %" #F ";\n}"                     \
-                         : SUMS_##LAST(d)                                                                            \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ROWS_B));                         \
-        }                                                                                                            \
+#define SHAPE(N, LAST, A, B, C, D, E, F)                                                             \
+    template <>                                                                                      \
+    struct Product<N> {                                                                              \
+        template <int ROWS_A, int ROWS_B>                                                            \
+        static DEVICE void shared(float (&d)[N / 2], Matrix a, Matrix b, bool add) {                 \
+            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #C ", 0;\n" MMA(N) "{" TEXT_##LAST \
+                         "}, "                                                                       \
+                         "%" #A ", %" #B ", add, 1, 1, %" #D ", %" #E ";\n}"                         \
+                         : SUMS_##LAST(d)                                                            \
+                         : "l"(a), "l"(b), "r"(int(add)), "n"(ROWS_A), "n"(ROWS_B));                 \
+        }                                                                                            \
+        template <int ROWS_B>                                                                        \
+        static DEVICE void registers(float (&d)[N / 2], const unsigned* a, Matrix b) {               \
+            asm volatile("{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n" MMA(N) "{" TEXT_##LAST       \
+                         "}, "                                                                       \
+                         "{%" #A ", %" #B ", %" #C ", %" #D "}, %" #E ", add, 1, 1, %" #F ";\n}"     \
+                         : SUMS_##LAST(d)                                                            \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ROWS_B));         \
+        }                                                                                            \
     };
 SHAPE(16, 0, 8, 9, 10, 11, 12, 13)
 SHAPE(32, 1, 16, 17, 18, 19, 20, 21)
@@ -360,7 +372,6 @@ DEVICE void store_row(Element* to, const float (&sums)[COUNT], int r, float fact
             }
         }
         // Now word[i] holds columns 2 i and 2 i + 1 of the eight columns from first + 8 t on.
-        if (first + 8 * t < columns)
-            store_eight(to + first + 8 * t, make_uint4(word[0], word[1], word[2], word[3]));
+        if (first + 8 * t < columns) store_eight(to + first + 8 * t, make_uint4(word[0], word[1], word[2], word[3]));
     }
 }

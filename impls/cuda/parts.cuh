@@ -49,17 +49,21 @@ DEVICE void clear(float (&sums)[COUNT]) {
 // the transpose of matrix i. Lane 4g + t holds the elements [g, 2t] and [g, 2t + 1] of matrix i in register i.
 DEVICE void store_transposed(Address row, const unsigned* from) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(from[0]),
-                 "r"(from[1]), "r"(from[2]), "r"(from[3]) : "memory");
+                 "r"(from[1]), "r"(from[2]), "r"(from[3])
+                 : "memory");
 }
 // Four numbers in shared memory. The address is a multiple of 16.
 DEVICE void store_four(Address to, const float* four) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(four[0]), "f"(four[1]), "f"(four[2]),
-                 "f"(four[3]) : "memory");
+                 "f"(four[3])
+                 : "memory");
 }
 DEVICE float4 load_four(Address from) {
     float4 four;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w) : "r"(from) : "memory");
+                 : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+                 : "r"(from)
+                 : "memory");
     return four;
 }
 

@@ -68,9 +68,13 @@ DEVICE Spot flipped(Spot spot, int bytes) {
 // Reads and writes of shared memory: four float32 numbers at an aligned address, or one number.
 DEVICE float4 read_four(const void* pointer) { return *static_cast<const float4*>(pointer); }
 template <class T>
-DEVICE T read(const T* pointer) { return *pointer; }
+DEVICE T read(const T* pointer) {
+    return *pointer;
+}
 template <class T>
-DEVICE void write(T* pointer, T value) { *pointer = value; }
+DEVICE void write(T* pointer, T value) {
+    *pointer = value;
+}
 
 // ------------------------------------------------------------------------------------------------------------- numbers
 
@@ -82,9 +86,12 @@ DEVICE float to_float(half x) {
 }
 DEVICE float to_float(bfloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
 
-// Rounds two numbers to the nearest, ties to even, and packs them into one register. `low` is in the low half.
+// Rounds two numbers to the nearest, ties to even, and packs them into one register. `low` is in the low half. Only the
+// versions for 16-bit types are called.
 template <class T>
-DEVICE unsigned pack(float, float) { return 0; }  // only its versions for 16-bit types are called
+DEVICE unsigned pack(float, float) {
+    return 0;
+}
 template <>
 DEVICE unsigned pack<half>(float low, float high) {
     unsigned result;
@@ -99,13 +106,19 @@ DEVICE unsigned pack<bfloat16>(float low, float high) {
 }
 
 template <class T>
-DEVICE T rounded(float x) { return {static_cast<unsigned short>(pack<T>(x, 0.0f))}; }
+DEVICE T rounded(float x) {
+    return {static_cast<unsigned short>(pack<T>(x, 0.0f))};
+}
 template <>
-DEVICE float rounded<float>(float x) { return x; }
+DEVICE float rounded<float>(float x) {
+    return x;
+}
 
 // Rounds two numbers and writes them to neighbouring elements in device memory at once. The address is aligned.
 template <class T>
-DEVICE void write_two(Global<T> to, float low, float high) { *reinterpret_cast<unsigned*>(to) = pack<T>(low, high); }
+DEVICE void write_two(Global<T> to, float low, float high) {
+    *reinterpret_cast<unsigned*>(to) = pack<T>(low, high);
+}
 template <>
 DEVICE void write_two<float>(Global<float> to, float low, float high) {
     *reinterpret_cast<float2*>(to) = make_float2(low, high);

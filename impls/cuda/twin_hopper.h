@@ -120,12 +120,12 @@ struct Barrier {
 
 constexpr int NEVER = -1, HOLDS_BARRIER = -2;
 struct Unit {
-    int writer, written;   // a warp, or 2 WARPS + a barrier; the number of the access, or the phase that makes it known
-    const char* origin;    // for a copied box: the first element of its matrix; its row and its column / 8 there
+    int writer, written;  // a warp, or 2 WARPS + a barrier; the number of the access, or the phase that makes it known
+    const char* origin;   // for a copied box: the first element of its matrix; its row and its column / 8 there
     int row, column;
     short busy, busy_for;  // products that will read it, and a warp of one of them
     bool arriving;
-    int reads[WARPS];      // the last read of each warp
+    int reads[WARPS];  // the last read of each warp
 };
 
 struct Factor {
@@ -142,8 +142,8 @@ struct Product {
 };
 struct Sums {
     float* at[LANES];
-    int count;                // columns
-    int products;             // that have not run
+    int count;                 // columns
+    int products;              // that have not run
     std::vector<float> value;  // [16, count]
 };
 struct Issued {  // what the warps of a warpgroup have to agree on
@@ -227,8 +227,8 @@ inline Unit& unit_at(unsigned address, int bytes, const char* does) {
 inline void check_read(const Unit& unit, unsigned address, bool asynchronous, const char* does) {
     const Clock& knows = me().knows;
     char text[64];
-    if (unit.writer == NEVER) fail("%s offset %d of shared memory, where nothing has been written", does,
-                                   place_of(address));
+    if (unit.writer == NEVER)
+        fail("%s offset %d of shared memory, where nothing has been written", does, place_of(address));
     if (knows.of[unit.writer] < unit.written)
         fail("%s offset %d of shared memory, which %s wrote, before it has waited for that", does, place_of(address),
              name_of(unit.writer, text));
@@ -298,8 +298,8 @@ inline void each_unit(const BulkCopy& copy, Visit visit) {
 }
 inline void deliver(const BulkCopy& copy) {
     const Description& tensor = copy.tensor;
-    const bool inside = !copy.from && copy.head >= 0 && copy.head < tensor.sizes[2] && copy.batch >= 0 &&
-                        copy.batch < tensor.sizes[3];
+    const bool inside =
+        !copy.from && copy.head >= 0 && copy.head < tensor.sizes[2] && copy.batch >= 0 && copy.batch < tensor.sizes[3];
     const char* origin = origin_of(copy);
     each_unit(copy, [&](unsigned address, int row, int piece) {
         char* to = memory_at(address);
@@ -361,11 +361,15 @@ inline void wait(unsigned address, unsigned parity, int line) {
     }
     int& seen = hopper.seen[thread()][number_of(barrier)];
     if (seen == barrier.phase)
-        fail("waits at line %d for parity %u of the mbarrier at offset %d once more: it has waited for that phase, and "
-             "returns a phase early", line, parity & 1, place_of(address));
+        fail(
+            "waits at line %d for parity %u of the mbarrier at offset %d once more: it has waited for that phase, and "
+            "returns a phase early",
+            line, parity & 1, place_of(address));
     if (seen >= 0 && barrier.phase > seen + 1)
-        fail("waits at line %d for parity %u of the mbarrier at offset %d, of which %d phases have ended since it last "
-             "waited: parities do not tell them apart", line, parity & 1, place_of(address), barrier.phase - seen);
+        fail(
+            "waits at line %d for parity %u of the mbarrier at offset %d, of which %d phases have ended since it last "
+            "waited: parities do not tell them apart",
+            line, parity & 1, place_of(address), barrier.phase - seen);
     seen = barrier.phase;
     if (state.knows.of[2 * WARPS + number_of(barrier)] < barrier.phase) state.knows.join(barrier.passed);
 }
@@ -431,9 +435,10 @@ inline void check_factor(const Factor& factor) {
             column = unit.column - piece;
         } else if (unit.origin != corner->origin ||
                    (unit.origin && (unit.row != row + i || unit.column != column + piece))) {
-            fail("a descriptor that does not match its tile: at offset %d it has row %d and columns from %d on, where "
-                 "a matrix would have row %d and columns from %d on", place_of(address), unit.row, 8 * unit.column,
-                 row + i, 8 * (column + piece));
+            fail(
+                "a descriptor that does not match its tile: at offset %d it has row %d and columns from %d on, where "
+                "a matrix would have row %d and columns from %d on",
+                place_of(address), unit.row, 8 * unit.column, row + i, 8 * (column + piece));
         }
         unit.busy++;
         unit.busy_for = static_cast<short>(machine.warp);
@@ -559,8 +564,7 @@ inline void issue(Warp& warp, int columns, bool in_registers, bool rows_a, bool 
             fail("a product whose sums overlap those of a product that nobody has waited for");
     }
     if (number < 0) {
-        if (!state.begun)
-            fail("a product on registers that may have been touched after the last products_begin");
+        if (!state.begun) fail("a product on registers that may have been touched after the last products_begin");
         for (number = 0; number < int(state.sums.size()) && state.sums[number].products;) ++number;
         if (number == int(state.sums.size())) state.sums.emplace_back();
         Sums& sums = state.sums[number];
@@ -720,10 +724,11 @@ inline void block_stands_still() {
                              state.wanted - state.registers, hopper.spare_registers);
         } else {
             const Barrier& barrier = hopper.barriers[idle_for];
-            used += snprintf(to, room, "; warp %d, line %d: for parity %u of the mbarrier at offset %d (phase %d, "
-                             "%d of %d arrivals missing, %d of %d bytes come)", i, state.waits[lane].line,
-                             state.waits[lane].parity, place_of(barrier.place), barrier.phase, barrier.pending,
-                             barrier.count, barrier.coming, barrier.expected);
+            used += snprintf(to, room,
+                             "; warp %d, line %d: for parity %u of the mbarrier at offset %d (phase %d, "
+                             "%d of %d arrivals missing, %d of %d bytes come)",
+                             i, state.waits[lane].line, state.waits[lane].parity, place_of(barrier.place),
+                             barrier.phase, barrier.pending, barrier.count, barrier.coming, barrier.expected);
         }
         if (first >= 0) continue;
         first = i;
@@ -767,9 +772,15 @@ inline T exchange(T value, int lane, int line) {
 
 // ---------------------------------------------------------------------------------------------- what CUDA C++ provides
 
-static constexpr struct { twin::Index<twin::thread> x; } threadIdx{};
-static constexpr struct { twin::Index<twin::block_of> x; } blockIdx{};
-static constexpr struct { twin::Index<twin::blocks_of> x; } gridDim{};
+static constexpr struct {
+    twin::Index<twin::thread> x;
+} threadIdx{};
+static constexpr struct {
+    twin::Index<twin::block_of> x;
+} blockIdx{};
+static constexpr struct {
+    twin::Index<twin::blocks_of> x;
+} gridDim{};
 
 inline void __syncthreads(int line = __builtin_LINE()) { twin::barrier(line); }
 inline void __syncwarp(int line = __builtin_LINE()) {

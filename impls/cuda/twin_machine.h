@@ -158,10 +158,10 @@ struct Warp {
     Context lanes[LANES];
     const void* slots[LANES];  // what each lane brings to a meeting
     const char* meeting;
-    int line, lane;            // source line of the meeting; the lane that runs
-    unsigned arrived, idle;    // one bit for each lane that is at the meeting, or that waits for something else
-    int idle_for[LANES];       // what it waits for
-    bool waiting, ended;       // at a barrier of the block; at the kernel's end
+    int line, lane;          // source line of the meeting; the lane that runs
+    unsigned arrived, idle;  // one bit for each lane that is at the meeting, or that waits for something else
+    int idle_for[LANES];     // what it waits for
+    bool waiting, ended;     // at a barrier of the block; at the kernel's end
 };
 
 struct Access {             // the last accesses to 16 bytes of shared memory
@@ -389,7 +389,9 @@ struct Body {
     static void (*kernel)(Parameters...);
     static void** parameters;
     template <size_t... I>
-    static void call(std::index_sequence<I...>) { kernel(loaded<Parameters>(parameters[I])...); }
+    static void call(std::index_sequence<I...>) {
+        kernel(loaded<Parameters>(parameters[I])...);
+    }
     static void run() { call(std::index_sequence_for<Parameters...>{}); }
 };
 template <class... Parameters>
@@ -483,7 +485,9 @@ inline float to_float(half x) {
 template <class T>
 T rounded(float x);
 template <>
-inline float rounded<float>(float x) { return x; }
+inline float rounded<float>(float x) {
+    return x;
+}
 template <>
 inline bfloat16 rounded<bfloat16>(float x) {
     const unsigned bits = twin::bits_of(x);
@@ -505,4 +509,6 @@ inline half rounded<half>(float x) {
     return {static_cast<unsigned short>(sign | result)};
 }
 template <class T>
-inline unsigned pack(float low, float high) { return rounded<T>(low).bits | unsigned(rounded<T>(high).bits) << 16; }
+inline unsigned pack(float low, float high) {
+    return rounded<T>(low).bits | unsigned(rounded<T>(high).bits) << 16;
+}
