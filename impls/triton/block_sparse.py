@@ -33,13 +33,12 @@ from flashproof.impls.call import BLOCK, BlockMask, BlockSparseAttention, Call, 
 from flashproof.impls.shapes import Int
 from flashproof.impls.spec import OWN_KERNELS, Implementation
 from flashproof.impls.triton import flash
-from flashproof.impls.triton.flash import Loop, Tile, Tiles
+from flashproof.impls.triton.flash import Kernels, Tile, Tiles, Visits
+from flashproof.impls.triton.launching import Launch, launch
 from flashproof.impls.triton.primitives import (
     INFINITY,
-    Launch,
     as_argument,
     call_arguments,
-    chip_of,
     device_function,
     head_dim,
     head_of,
@@ -111,19 +110,24 @@ def _lists(call: Call, block_mask: BlockMask | None, device: torch.device, of_ke
     mask = (mask if block_mask is None else block_mask).view(torch.uint8)
     rows, columns = blocks if of_keys else blocks[::-1]
     lists = torch.empty((*mask.shape[:2], rows, 2 + columns), dtype=torch.int32, device=device)
-    strides = mask.stride() if of_keys else mask.mT.stride()
+    launch(lists_launch, call.unseeded, of_keys, mask=mask, lists=lists)
+    return lists
+
+
+def lists_launch(call: Call, of_keys: bool, *, mask: Tensor, lists: Lists) -> Launch:
+    """Describes the launch that fills lists. One program fills one list. mask: the block mask as bytes."""
+    sizes = {name: value for name, value in call_arguments(call).items() if name in ("queries", "keys", "offset")}
     arguments = {
         "mask": mask,
         "lists": lists,
-        "mask_strides": tuple(map(as_argument, strides)),
+        "mask_strides": tuple(map(as_argument, mask.stride() if of_keys else mask.mT.stride())),
         "heads": mask.shape[1],
-        "block_rows": rows,
-        "blocks": columns,
+        "block_rows": lists.shape[2],
+        "blocks": lists.shape[3] - 2,
     }
-    sizes = {name: value for name, value in call_arguments(call).items() if name in ("queries", "keys", "offset")}
     constants = {"OF_KEYS": of_keys, "CHUNK": 128, "UNIT": 1}
-    Launch(lists_kernel, (lists.shape[:3].numel(),), arguments | sizes | constants, num_warps=4, num_stages=1).run()
-    return lists
+    programs = lists.shape[:3].numel()
+    return Launch(lists_kernel, (programs,), arguments | sizes | constants, num_warps=4, num_stages=1)
 
 
 @device_function
@@ -195,13 +199,12 @@ def lists_kernel(
         next_hidden += tl.sum(hidden, 0)
 
 
-def list_arguments(lists: Tensor) -> dict[str, Any]:
-    """Returns the kernel arguments for lists [1 or batch, 1 or heads, rows, 2 + blocks].
+def visits_of(call: Call, lists: Lists) -> Visits:
+    """Returns what tells the loop of a kernel the lists that it visits: one for each row of blocks of each head.
 
-    If the size of a dimension is 1, every batch or every head reads the same lists.
+    If the size of a dimension is 1, every batch or every head reads the same lists, by a stride of 0.
     """
-    strides = [stride if size > 1 else 0 for size, stride in zip(lists.shape[:2], lists.stride()[:2], strict=True)]
-    return {"lists": lists, "lists_strides": tuple(map(as_argument, (*strides, lists.stride(2))))}
+    return {"lists": lists.expand(call.batch, call.heads, -1, -1)}
 
 
 @device_function
@@ -367,15 +370,16 @@ def dquery_kernel(
 # ------------------------------------------------------------------------------------------------------------- the call
 
 
+KERNELS = Kernels(forward_kernel, dkey_dvalue_kernel, dquery_kernel)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call, block_mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         lists = lists_of_keys(call, block_mask, query.device)
-        chosen = tiles(query.dtype, call.dim, call.dropout_p > 0.0, chip_of(query))
-        loop = Loop(forward_kernel, chosen.forward, list_arguments(lists))
-        out, lse = flash.forward(loop, call, query, key, value)
+        out, lse = flash.forward(KERNELS, tiles, call, visits_of(call, lists), query, key, value)
         ctx.call = call
         ctx.save_for_backward(query, key, value, out, lse, lists, block_mask)
         ctx.mark_non_differentiable(lse)
@@ -385,11 +389,10 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         *saved, lists, block_mask = ctx.saved_tensors
-        chosen = tiles(dout.dtype, ctx.call.dim, ctx.call.dropout_p > 0.0, chip_of(dout))
-        transposed = lists_of_queries(ctx.call, block_mask, dout.device)
-        of_keys = Loop(dkey_dvalue_kernel, chosen.dkey_dvalue, list_arguments(transposed))
-        of_queries = Loop(dquery_kernel, chosen.dquery, list_arguments(lists))
-        return *flash.backward(of_keys, of_queries, ctx.call, ctx.needs_input_grad, dout, *saved), None, None
+        call, needed = ctx.call, ctx.needs_input_grad
+        transposed = lists_of_queries(call, block_mask, dout.device)
+        visits = visits_of(call, transposed), visits_of(call, lists)
+        return *flash.backward(KERNELS, tiles, call, *visits, needed, dout, *saved), None, None
 
 
 @BlockSparseAttention

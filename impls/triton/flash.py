@@ -1,24 +1,30 @@
 """The launches of the FlashAttention-2 kernels, forward and backward: tiles, grids and arguments.
 
-The launches are the same whichever tiles the loops visit. `fa2.py` and `block_sparse.py` pass in their three kernels
-and `visits`, the further arguments that tell the loop of a kernel which tiles to visit.
+The launches are the same whichever tiles the loops visit. `fa2.py` and `block_sparse.py` pass in their three kernels,
+the table of their tiles, and `visits`, the further tensors that tell the loop of a kernel which tiles to visit.
+
+Each of the four launches has a function that describes it. `launching.launch` calls the function once for all calls
+that are alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from flashproof.impls.call import Call, Keys, Queries, Rows
 from flashproof.impls.spec import Arithmetic, Device, Dtype, arithmetic_of_flash
+from flashproof.impls.triton.launching import Given, Launch, launch
 from flashproof.impls.triton.primitives import (
     INTERPRETED,
     Chip,
-    Launch,
     Scale,
+    as_argument,
     call_arguments,
+    chip_of,
     padded_dim,
     with_descriptors,
     with_strides,
@@ -55,9 +61,11 @@ INTERPRETED_TILES = Tiles(forward=Tile(128, 64, 4, 1), dkey_dvalue=Tile(64, 128,
 
 
 Table = Mapping[tuple[int, int], Tiles]  # tiles by (bits of the dtype, largest head dim that the entry serves)
+Choose = Callable[[torch.dtype, int, bool, Chip], Tiles]  # chooses tiles by dtype, head dim, dropout and chip
+Visits = dict[str, Tensor]  # what tells the loop of a kernel which tiles to visit, by the names of its arguments
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tables:
     """The tiles of an implementation: `anywhere` on GPUs, and `hopper` in place of some of its entries on sm_90."""
 
@@ -105,17 +113,19 @@ def arithmetic_of(tables: Tables) -> Callable[[Dtype, Device], Arithmetic]:
 # ------------------------------------------------------------------------------------------------------------- launches
 
 
-@dataclass(frozen=True)
-class Loop:
-    """A kernel that has a loop, its tile, and the further arguments that tell the loop which tiles to visit."""
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """The three kernels of an implementation that have a loop."""
 
-    kernel: Any
-    tile: Tile
-    visits: Mapping[str, Any] = field(default_factory=dict)
+    forward: Any
+    dkey_dvalue: Any
+    dquery: Any
 
 
-def forward(loop: Loop, call: Call, query: Queries, key: Keys, value: Keys) -> tuple[Queries, Rows]:
-    """Runs the forward and returns (out, lse). One program computes one tile of queries of one head.
+def forward(
+    kernels: Kernels, choose: Choose, call: Call, visits: Visits, query: Queries, key: Keys, value: Keys
+) -> tuple[Queries, Rows]:
+    """Runs the forward and returns (out, lse).
 
     query, out: [batch, heads, queries, dim]. key, value: [batch, kv_heads, keys, dim].
     lse: [batch, heads, queries], float32, natural logarithm.
@@ -126,18 +136,41 @@ def forward(loop: Loop, call: Call, query: Queries, key: Keys, value: Keys) -> t
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    scale = Scale.of(call.scale)
-    scales = {"magnitude": scale.magnitude, "exponent_scale": scale.exponent}
-    signed = query if scale.sign == 1 else query * scale.sign
-    arguments = with_strides(query=signed, key=key, value=value, out=out) | {"lse": lse, "heads": call.heads} | scales
-    _launch(loop, call, triton.cdiv(call.queries, loop.tile.queries) * call.heads * call.batch, arguments).run()
+    sign = Scale.of(call.scale).sign
+    signed = query if sign == 1 else query * sign
+    read: dict[str, Given] = {"query": signed, "key": key, "value": value, "seed": call.dropout_seed}
+    launch(forward_launch, kernels, choose, call.unseeded, **read, out=out, lse=lse, **visits)
     return out, lse
 
 
-def backward(
-    of_keys: Loop,
-    of_queries: Loop,
+def forward_launch(
+    kernels: Kernels,
+    choose: Choose,
     call: Call,
+    *,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    seed: int,
+    out: Queries,
+    lse: Rows,
+    **visits: Tensor,
+) -> Launch:
+    """Describes the launch that fills out and lse. One program computes one tile of queries of one head."""
+    tile = _tiles(choose, call, query).forward
+    scale = Scale.of(call.scale)
+    scales = {"magnitude": scale.magnitude, "exponent_scale": scale.exponent}
+    arguments = with_strides(query=query, key=key, value=value, out=out) | {"lse": lse, "heads": call.heads} | scales
+    programs = triton.cdiv(call.queries, tile.queries) * call.heads * call.batch
+    return _launch(kernels.forward, tile, call, programs, arguments, seed, visits)
+
+
+def backward(
+    kernels: Kernels,
+    choose: Choose,
+    call: Call,
+    visits_of_keys: Visits,
+    visits_of_queries: Visits,
     needed: Sequence[bool],
     dout: Queries,
     query: Queries,
@@ -148,39 +181,29 @@ def backward(
 ) -> tuple[Queries | None, Keys | None, Keys | None]:
     """Runs the backward and returns (dquery, dkey, dvalue). A gradient that is not needed may be None.
 
+    visits_of_keys: what tells the loop of dK and dV which tiles of queries to visit.
+    visits_of_queries: what tells the loop of dQ which tiles of keys to visit.
     needed: whether the gradients of query, key and value are needed. dkey and dvalue are always computed together.
     dout, query, out, dquery: [batch, heads, queries, dim]. lse: [batch, heads, queries].
     key, value, dkey, dvalue: [batch, kv_heads, keys, dim].
-
-    The first launch computes delta. The second computes dK and dV: one program computes one tile of keys of one key
-    head. The third computes dQ: one program computes one tile of queries of one head.
     """
     delta = torch.empty_like(lse)
-    delta_launch(call, out, dout, delta).run()
+    launch(delta_launch, call.unseeded, out=out, dout=dout, delta=delta)
     dquery = dkey = dvalue = None
-    shared = {"lse": lse, "delta": delta, "scale": call.scale}
+    read = {"query": query, "key": key, "value": value, "dout": dout, "lse": lse, "delta": delta}
+    options = kernels, choose, call.unseeded
     if needed[1] or needed[2]:
         dkey, dvalue = (torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in range(2))
-        arguments = (
-            with_strides(query=query, key=key, value=value, dout=dout, dkey=dkey, dvalue=dvalue)
-            | shared
-            | {"kv_heads": call.kv_heads}
-        )
-        programs = triton.cdiv(call.keys, of_keys.tile.keys) * call.kv_heads * call.batch
-        _launch(of_keys, call, programs, arguments, numbers=("lse", "delta")).run()
+        written = {"dkey": dkey, "dvalue": dvalue}
+        launch(dkey_dvalue_launch, *options, **read, seed=call.dropout_seed, **written, **visits_of_keys)
     if needed[0]:
         dquery = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        arguments = (
-            with_strides(query=query, key=key, value=value, dout=dout, dquery=dquery) | shared | {"heads": call.heads}
-        )
-        _launch(
-            of_queries, call, triton.cdiv(call.queries, of_queries.tile.queries) * call.heads * call.batch, arguments
-        ).run()
+        launch(dquery_launch, *options, **read, seed=call.dropout_seed, dquery=dquery, **visits_of_queries)
     return dquery, dkey, dvalue
 
 
-def delta_launch(call: Call, out: Queries, dout: Queries, delta: Rows) -> Launch:
-    """Returns the launch that fills delta [batch, heads, queries] from out and dout.
+def delta_launch(call: Call, *, out: Queries, dout: Queries, delta: Rows) -> Launch:
+    """Describes the launch that fills delta [batch, heads, queries] from out and dout.
 
     One program computes 16 queries of one head. In the interpreter it computes 128 queries, because there a program
     takes the same time whatever its size.
@@ -196,19 +219,80 @@ def delta_launch(call: Call, out: Queries, dout: Queries, delta: Rows) -> Launch
     )
 
 
-def _launch(loop: Loop, call: Call, programs: int, arguments: dict[str, Any], numbers: Sequence[str] = ()) -> Launch:
+def dkey_dvalue_launch(
+    kernels: Kernels,
+    choose: Choose,
+    call: Call,
+    *,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    dout: Queries,
+    lse: Rows,
+    delta: Rows,
+    seed: int,
+    dkey: Keys,
+    dvalue: Keys,
+    **visits: Tensor,
+) -> Launch:
+    """Describes the launch that fills dkey and dvalue. One program computes one tile of keys of one key head."""
+    tile = _tiles(choose, call, query).dkey_dvalue
+    arguments = with_strides(query=query, key=key, value=value, dout=dout, dkey=dkey, dvalue=dvalue)
+    arguments |= {"lse": lse, "delta": delta, "scale": call.scale, "kv_heads": call.kv_heads}
+    programs = triton.cdiv(call.keys, tile.keys) * call.kv_heads * call.batch
+    return _launch(kernels.dkey_dvalue, tile, call, programs, arguments, seed, visits, numbers=("lse", "delta"))
+
+
+def dquery_launch(
+    kernels: Kernels,
+    choose: Choose,
+    call: Call,
+    *,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    dout: Queries,
+    lse: Rows,
+    delta: Rows,
+    seed: int,
+    dquery: Queries,
+    **visits: Tensor,
+) -> Launch:
+    """Describes the launch that fills dquery. One program computes one tile of queries of one head."""
+    tile = _tiles(choose, call, query).dquery
+    arguments = with_strides(query=query, key=key, value=value, dout=dout, dquery=dquery)
+    arguments |= {"lse": lse, "delta": delta, "scale": call.scale, "heads": call.heads}
+    programs = triton.cdiv(call.queries, tile.queries) * call.heads * call.batch
+    return _launch(kernels.dquery, tile, call, programs, arguments, seed, visits)
+
+
+def _tiles(choose: Choose, call: Call, query: Queries) -> Tiles:
+    return choose(query.dtype, call.dim, call.dropout_p > 0.0, chip_of(query))
+
+
+def _launch(
+    kernel: Any,
+    tile: Tile,
+    call: Call,
+    programs: int,
+    arguments: dict[str, Any],
+    seed: int,
+    visits: Visits,
+    numbers: Sequence[str] = (),
+) -> Launch:
     """Returns the launch of a kernel with a loop. Adds the arguments that all three of these kernels take.
 
+    visits: each tensor is passed with its strides, without the last one, which is 1.
     numbers: the names of the arguments [batch, heads, queries] that the loop reads.
     """
-    tile = loop.tile
-    alike = {"QUERIES": tile.queries, "KEYS": tile.keys}
     rows = {"query": tile.queries, "key": tile.keys, "value": tile.keys, "dout": tile.queries}
     read = {name: length for name, length in rows.items() if name in arguments} | dict.fromkeys(numbers, tile.queries)
+    strides = {f"{name}_strides": tuple(map(as_argument, tensor.stride()[:-1])) for name, tensor in visits.items()}
+    alike = {"seed": seed, "QUERIES": tile.queries, "KEYS": tile.keys}
     return Launch(
-        loop.kernel,
+        kernel,
         (programs,),
-        with_descriptors(arguments, read) | dict(loop.visits) | call_arguments(call) | alike,
+        with_descriptors(arguments, read) | visits | strides | call_arguments(call) | alike,
         tile.num_warps,
         tile.num_stages,
     )

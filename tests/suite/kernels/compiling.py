@@ -36,7 +36,7 @@ from flashproof.reports.record import Resources
 from flashproof.tests.suite.kernels import said
 
 if TYPE_CHECKING:
-    from flashproof.impls.triton.primitives import Launch
+    from flashproof.impls.triton.launching import Launch
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -197,7 +197,7 @@ def _launches(job: Job) -> "list[Launch]":
     """Returns what a forward and a backward would launch on a GPU. The tensors are on the device "meta"."""
     import torch
 
-    from flashproof.impls.triton.primitives import Launch
+    from flashproof.impls.triton.launching import Launch
 
     implementation = catalogue.load(job.implementation)
     launches: list[Launch] = []
