@@ -50,7 +50,7 @@ class Call(NamedTuple):
     @property
     def unseeded(self) -> "Call":
         """The call with the seed 0. Calls that differ only in their seeds are then equal."""
-        return self._replace(dropout_seed=0)
+        return self._replace(dropout_seed=0) if self.dropout_seed else self
 
     @property
     def dropout_threshold(self) -> int:

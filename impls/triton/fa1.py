@@ -33,6 +33,7 @@ seen no key yet. It is replaced by 0 where it is subtracted, but not where it is
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ from torch.autograd.function import once_differentiable
 
 from flashproof.impls.call import Attention, Call, Keys, Queries, Rows, opaque
 from flashproof.impls.spec import OWN_KERNELS, Arithmetic, Device, Dtype, Implementation, arithmetic_of_flash
-from flashproof.impls.triton.launching import Given, Launch, launch
+from flashproof.impls.triton.launching import Launch, launch
 from flashproof.impls.triton.primitives import (
     INFINITY,
     INTERPRETED,
@@ -285,18 +286,19 @@ def forward(query: Queries, key: Keys, value: Keys, call: Call, tile: Tiles) -> 
     out = torch.zeros((*rows, call.dim), dtype=torch.float32, device=query.device)
     row_max = torch.full(rows, -math.inf, dtype=torch.float32, device=query.device)
     row_sum = torch.zeros(rows, dtype=torch.float32, device=query.device)
-    read: dict[str, Given] = {"query": query, "key": key, "value": value, "seed": call.dropout_seed}
-    launch(forward_launch, call.unseeded, tile, **read, out=out, row_max=row_max, row_sum=row_sum)
+    state = {"out": out, "row_max": row_max, "row_sum": row_sum}
+    seed = call.dropout_seed
+    launch(forward_launches, call.unseeded, tile, query=query, key=key, value=value, seed=seed, **state)
     return Forward(out.to(query.dtype), row_max, row_sum)
 
 
-def forward_launch(
+def forward_launches(
     call: Call, tile: Tiles, *, query: Queries, key: Keys, value: Keys, seed: int, **state: Tensor
-) -> Launch:
+) -> Iterator[Launch]:
     """Describes the launch of Algorithm 1. One program computes one head. state: out, row_max and row_sum."""
     arguments = with_strides(query=query, key=key, value=value) | state | {"heads": call.heads, "seed": seed}
-    arguments |= _arguments(call, tile)
-    return Launch(forward_kernel, (call.batch * call.heads,), arguments, **options(query.dtype))
+    grid = (call.batch * call.heads,)
+    yield Launch(forward_kernel, grid, arguments | _arguments(call, tile), **options(query.dtype))
 
 
 def backward(
@@ -306,21 +308,23 @@ def backward(
     dquery = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     dkey = torch.empty(key.shape, dtype=key.dtype, device=key.device)
     dvalue = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    read = {"query": query, "key": key, "value": value, "dout": dout, "seed": call.dropout_seed, **saved._asdict()}
-    launch(backward_launch, call.unseeded, tile, **read, dquery=dquery, dkey=dkey, dvalue=dvalue)
+    read = {"query": query, "key": key, "value": value, "dout": dout, **saved._asdict()}
+    written = {"dquery": dquery, "dkey": dkey, "dvalue": dvalue}
+    launch(backward_launches, call.unseeded, tile, **read, **written, seed=call.dropout_seed)
     return dquery.to(query.dtype), dkey, dvalue
 
 
-def backward_launch(
+def backward_launches(
     call: Call, tile: Tiles, *, query: Queries, key: Keys, value: Keys, dout: Queries, seed: int, **others: Tensor
-) -> Launch:
+) -> Iterator[Launch]:
     """Describes the launch of Algorithm 4. One program computes one key head.
 
     others: out, row_max, row_sum, dquery, dkey and dvalue, which are contiguous.
     """
     arguments = with_strides(query=query, key=key, value=value, dout=dout) | others
-    arguments |= {"kv_heads": call.kv_heads, "scale": call.scale, "seed": seed} | _arguments(call, tile)
-    return Launch(backward_kernel, (call.batch * call.kv_heads,), arguments, **options(query.dtype))
+    arguments |= {"kv_heads": call.kv_heads, "scale": call.scale, "seed": seed}
+    grid = (call.batch * call.kv_heads,)
+    yield Launch(backward_kernel, grid, arguments | _arguments(call, tile), **options(query.dtype))
 
 
 def options(dtype: torch.dtype) -> dict[str, int]:

@@ -239,7 +239,7 @@ KERNELS = Kernels(forward_kernel, dkey_dvalue_kernel, dquery_kernel)
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        out, lse = flash.forward(KERNELS, tiles, call, {}, query, key, value)
+        out, lse = flash.forward(KERNELS, tiles, call, query, key, value)
         ctx.call = call
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.mark_non_differentiable(lse)
@@ -248,8 +248,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        needed, saved = ctx.needs_input_grad, ctx.saved_tensors
-        return *flash.backward(KERNELS, tiles, ctx.call, {}, {}, needed, dout, *saved), None
+        needed = ctx.needs_input_grad
+        return *flash.backward(KERNELS, tiles, ctx.call, needed, dout, *ctx.saved_tensors), None
 
 
 @Attention

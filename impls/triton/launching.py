@@ -9,7 +9,7 @@ plan, which needs only the addresses.
 # mypy: disable-error-code="no-untyped-call"
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,8 +23,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashproof.impls.triton import interpreting
 from flashproof.impls.triton.primitives import INTERPRETED
-
-Given = Tensor | int  # what differs from call to call: a tensor, or a number for which no kernel is compiled
 
 
 @dataclass(frozen=True)
@@ -50,19 +48,13 @@ class Launch:
         limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True, **limit}
 
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors among the arguments, and those that descriptors describe."""
-        bases = {
-            name: argument.base if isinstance(argument, TensorDescriptor) else argument
-            for name, argument in self.arguments.items()
-        }
-        return {name: base for name, base in bases.items() if isinstance(base, Tensor)}
-
     def run(self) -> "Plan":
         """Starts the kernel on the device of its tensors. Returns the plan by which it is repeated."""
-        plan = Plan.of(self)
-        plan.run(self.tensors)
+        tensors = {name: _tensor_of(argument) for name, argument in self.arguments.items()}
+        device = next(tensor for tensor in tensors.values() if isinstance(tensor, Tensor)).device
+        plan = Plan.of(self, device)
+        with _on(device):
+            plan.run(tensors)
         return plan
 
 
@@ -70,46 +62,54 @@ class Launch:
 class Plan:
     """A launch without its tensors. It serves all tensors of the same forms."""
 
-    device: torch.device
     start: Callable[..., object]  # starts the compiled kernel with the arguments
-    arguments: list[Any]  # in the order of the kernel's parameters, with None in place of tensors
-    places: dict[str, int]  # the place of each argument
-    descriptors: dict[str, dict[str, Any]]  # for each tensor that is passed as a descriptor: the descriptor's fields
+    arguments: list[Any]  # in the order of the kernel's parameters, with None for what differs from call to call
+    # The places and names of what differs:
+    numbers: list[tuple[int, str]]
+    pointers: list[tuple[int, str]]
+    descriptors: list[tuple[int, str, dict[str, Any]]]  # tensors that are passed as descriptors, with the other fields
 
     @classmethod
-    def of(cls, launch: Launch) -> "Plan":
+    def of(cls, launch: Launch, device: torch.device) -> "Plan":
         """Makes the plan of a launch. On a GPU, Triton compiles the kernel first, if it has not done so before."""
-        tensors, names = launch.tensors, launch.kernel.arg_names
-        device = next(iter(tensors.values())).device
-        return cls(
-            device,
-            _compiled(launch, device),
-            [None if name in tensors else launch.arguments[name] for name in names],
-            {name: place for place, name in enumerate(names)},
-            {
-                name: vars(argument) | {"base": None}
-                for name, argument in launch.arguments.items()
-                if isinstance(argument, TensorDescriptor)
-            },
-        )
+        plan = cls(_compiled(launch, device), [None] * len(launch.arguments), [], [], [])
+        for place, name in enumerate(launch.kernel.arg_names):
+            argument = launch.arguments[name]
+            if isinstance(argument, TensorDescriptor):
+                plan.descriptors.append((place, name, vars(argument) | {"base": None}))
+            elif isinstance(argument, Tensor):
+                plan.pointers.append((place, name))
+            elif name in _NUMBERS:
+                plan.numbers.append((place, name))
+            else:
+                plan.arguments[place] = argument
+        return plan
 
-    def run(self, given: Mapping[str, Given]) -> None:
-        """Starts the kernel with these tensors, and with these numbers in place of those of the launch."""
+    def run(self, given: Mapping[str, Any]) -> None:
+        """Starts the kernel, in the context that `_on` returns. given: the tensors and numbers by their names."""
         arguments = self.arguments.copy()
-        for name, argument in given.items():
-            arguments[self.places[name]] = self._passed(name, argument)
-        with _on(self.device):
-            self.start(*arguments)
-
-    def _passed(self, name: str, argument: Given) -> Any:
-        """Returns what is passed for a tensor or a number: a descriptor, an address or the argument itself."""
-        if name in self.descriptors:
+        for place, name in self.numbers:
+            arguments[place] = given[name]
+        for place, name in self.pointers:
+            arguments[place] = _pointer(given[name])
+        for place, name, fields in self.descriptors:
             # TensorDescriptor() would check again what it has checked for the launch.
-            descriptor = object.__new__(TensorDescriptor)
-            vars(descriptor).update(self.descriptors[name], base=argument)
-            return descriptor
-        # For a tensor, Triton would ask the driver whether its address is one of a GPU.
-        return argument if INTERPRETED.value or isinstance(argument, int) else argument.data_ptr()
+            arguments[place] = descriptor = object.__new__(TensorDescriptor)
+            vars(descriptor).update(fields, base=given[name])
+        self.start(*arguments)
+
+
+_NUMBERS = ("seed",)  # the numbers that differ from call to call; no kernel is compiled for them
+
+
+def _pointer(tensor: Tensor) -> Tensor | int:
+    """Returns what is passed for a tensor. For a tensor itself, Triton would ask the driver about its address."""
+    return tensor if INTERPRETED.value else tensor.data_ptr()
+
+
+def _tensor_of(argument: Any) -> Any:
+    """Returns the tensor that a descriptor describes, and any other argument itself."""
+    return argument.base if isinstance(argument, TensorDescriptor) else argument
 
 
 def _compiled(launch: Launch, device: torch.device) -> Callable[..., object]:
@@ -128,34 +128,32 @@ def _compiled(launch: Launch, device: torch.device) -> Callable[..., object]:
     return start
 
 
-_PLANS: dict[Hashable, Plan] = {}
-_MOST = 4096  # plans that are kept; a plan takes a few kilobytes
+_PLANS: dict[Hashable, list[Plan]] = {}
+_MOST = 4096  # entries that are kept; one takes a few kilobytes
 
 
-def launch(describe: Callable[..., Launch], *options: Hashable, **given: Given) -> None:
-    """Starts the launch `describe(*options, **given)`.
+def launch(describe: Callable[..., Iterable[Launch]], *options: Hashable, **given: Tensor | int) -> None:
+    """Starts the launches `describe(*options, **given)`, one after the other.
 
-    The description may depend on the options, on the form of the tensors in `given`, and on nothing else. A number in
-    `given` is passed to the kernel under its name. Each call may have another one.
+    The kernels get the tensors and numbers in `given` under their names. The description may depend on the options, on
+    the form of each tensor, and on nothing else.
     """
-    key = describe, options, tuple(map(_form, given.values()))
-    plan = _PLANS.get(key)
-    if plan is not None:
-        plan.run(given)
+    tensors = [argument for argument in given.values() if isinstance(argument, Tensor)]
+    key = describe, options, *map(_form, tensors)
+    plans = _PLANS.get(key)
+    if plans is not None:
+        with _on(tensors[0].device):
+            for plan in plans:
+                plan.run(given)
         return
     if len(_PLANS) >= _MOST:
         _PLANS.clear()
-    _PLANS[key] = describe(*options, **given).run()
+    _PLANS[key] = [each.run() for each in describe(*options, **given)]
 
 
-def _form(argument: Given) -> Hashable:
-    """Returns what a launch depends on: everything of a tensor but its address, and nothing of a number.
-
-    Kernels are compiled for addresses that 16 divides, and for others.
-    """
-    if isinstance(argument, Tensor):
-        return argument.shape, argument.stride(), argument.dtype, argument.device, argument.data_ptr() % 16 == 0
-    return None
+def _form(tensor: Tensor) -> Hashable:
+    """Returns everything of a tensor but its address. Kernels are compiled for addresses that 16 divides, or not."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0
 
 
 # ------------------------------------------------------------------------------------------------ where kernels run

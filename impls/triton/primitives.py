@@ -46,7 +46,7 @@ def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
 # Triton excludes from no rule. `as_argument` therefore makes numbers of them to which the rules do not apply.
 _PLACES = ("heads", "kv_heads", "groups", "queries", "keys", "dim", "offset", "block_rows", "blocks")
 _TENSORS = ("query", "key", "value", "out", "dout", "dquery", "dkey", "dvalue", "mask")
-_STRIDES = tuple(f"{name}_strides" for name in (*_TENSORS, "lists"))
+_STRIDES = tuple(f"{name}_strides" for name in (*_TENSORS, "lists", "transposed"))
 _SIZES = (*_PLACES, "seed", "last_dropped")
 
 
