@@ -48,6 +48,11 @@ class Call(NamedTuple):
     dropout_seed: int
 
     @property
+    def unseeded(self) -> "Call":
+        """The call with the seed 0. Calls that differ only in their seeds are then equal."""
+        return self._replace(dropout_seed=0) if self.dropout_seed else self
+
+    @property
     def dropout_threshold(self) -> int:
         """A weight is dropped if its first Philox word w is less than this threshold, that is, if w < p 2^32."""
         return math.ceil(self.dropout_p * 2.0**32)
@@ -235,19 +240,19 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name}: {type(tensor).__name__} is not a tensor; "
                 "give a torch.Tensor of shape [batch, heads, length, dim]"
             )
-        shape = list(tensor.shape)
         if tensor.layout != torch.strided:
             raise TypeError(
                 f"{name}: layout {tensor.layout} is not taken; give a dense tensor, as to_dense() makes one"
             )
         if tensor.ndim != 4:
             raise ValueError(
-                f"{name}: shape {shape} has {tensor.ndim} dimensions; give four, [batch, heads, length, dim]"
+                f"{name}: shape {list(tensor.shape)} has {tensor.ndim} dimensions; "
+                "give four, [batch, heads, length, dim]"
             )
         if tensor.dtype not in _DTYPES:
             raise TypeError(f"{name}: dtype {tensor.dtype} is not taken; give float32, float16 or bfloat16")
         if 0 in tensor.shape:
-            raise ValueError(f"{name}: shape {shape} is empty; every size is at least 1")
+            raise ValueError(f"{name}: shape {list(tensor.shape)} is empty; every size is at least 1")
         if tensor.shape[2] > MAX_LENGTH:
             raise ValueError(f"{name}: length {tensor.shape[2]} is larger than {MAX_LENGTH}, the largest taken")
         if (
@@ -299,7 +304,7 @@ def _checked_scale(scale: float | None, dim: int) -> float:
     # math.isfinite does not accept integers beyond float64, and torch.compile cannot trace it.
     if not -sys.float_info.max <= scale <= sys.float_info.max:
         raise ValueError(f"scale: {scale} is not finite; give a finite float, or None for 1/sqrt(dim)")
-    return float(scale)
+    return float(scale) + 0.0  # the sum makes -0.0 to 0.0, so that equal scales are the same scale
 
 
 def _check_dropout(dropout_p: float, dropout_seed: int) -> None:

@@ -19,6 +19,7 @@ arithmetic. `flash.py` contains the grids and the arguments of the launches.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,13 +34,12 @@ from flashproof.impls.call import BLOCK, BlockMask, BlockSparseAttention, Call, 
 from flashproof.impls.shapes import Int
 from flashproof.impls.spec import OWN_KERNELS, Implementation
 from flashproof.impls.triton import flash
-from flashproof.impls.triton.flash import Loop, Tile, Tiles
+from flashproof.impls.triton.flash import Kernels, Tile, Tiles
+from flashproof.impls.triton.launching import Launch, launch
 from flashproof.impls.triton.primitives import (
     INFINITY,
-    Launch,
     as_argument,
     call_arguments,
-    chip_of,
     device_function,
     head_dim,
     head_of,
@@ -85,7 +85,7 @@ tiles = flash.Tables(TILES, HOPPER)
 
 # ---------------------------------------------------------------------------------------------------------------- lists
 
-Lists = Int[Tensor, "batch_or_1 heads_or_1 rows 2+blocks"]  # one list for each row of blocks; `lists_kernel` fills them
+Lists = Int[Tensor, "batch heads rows 2+blocks"]  # one list for each row of blocks; `lists_kernel` fills them
 
 
 def lists_of_keys(call: Call, block_mask: BlockMask | None, device: torch.device) -> Lists:
@@ -105,25 +105,33 @@ def lists_of_queries(call: Call, block_mask: BlockMask | None, device: torch.dev
 
 
 def _lists(call: Call, block_mask: BlockMask | None, device: torch.device, of_keys: bool) -> Lists:
-    """Fills the lists on the device. If block_mask is None, every block is visible, and all heads share one list."""
+    """Fills the lists on the device. If block_mask is None, every block is visible, and all heads share one list.
+
+    Shared lists are in memory once, with a stride of 0.
+    """
     blocks = triton.cdiv(call.queries, BLOCK), triton.cdiv(call.keys, BLOCK)
     mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device).expand(1, 1, *blocks)
     mask = (mask if block_mask is None else block_mask).view(torch.uint8)
     rows, columns = blocks if of_keys else blocks[::-1]
     lists = torch.empty((*mask.shape[:2], rows, 2 + columns), dtype=torch.int32, device=device)
-    strides = mask.stride() if of_keys else mask.mT.stride()
+    launch(lists_launches, call.unseeded, of_keys, mask=mask, lists=lists)
+    return lists.expand(call.batch, call.heads, -1, -1)
+
+
+def lists_launches(call: Call, of_keys: bool, *, mask: Tensor, lists: Lists) -> Iterator[Launch]:
+    """Describes the launch that fills lists. One program fills one list. mask: the block mask as bytes."""
+    sizes = {name: value for name, value in call_arguments(call).items() if name in ("queries", "keys", "offset")}
     arguments = {
         "mask": mask,
         "lists": lists,
-        "mask_strides": tuple(map(as_argument, strides)),
+        "mask_strides": tuple(map(as_argument, mask.stride() if of_keys else mask.mT.stride())),
         "heads": mask.shape[1],
-        "block_rows": rows,
-        "blocks": columns,
+        "block_rows": lists.shape[2],
+        "blocks": lists.shape[3] - 2,
     }
-    sizes = {name: value for name, value in call_arguments(call).items() if name in ("queries", "keys", "offset")}
     constants = {"OF_KEYS": of_keys, "CHUNK": 128, "UNIT": 1}
-    Launch(lists_kernel, (lists.shape[:3].numel(),), arguments | sizes | constants, num_warps=4, num_stages=1).run()
-    return lists
+    programs = lists.shape[:3].numel()
+    yield Launch(lists_kernel, (programs,), arguments | sizes | constants, num_warps=4, num_stages=1)
 
 
 @device_function
@@ -193,15 +201,6 @@ def lists_kernel(
         next_whole += tl.sum(whole, 0)
         next_partial += tl.sum(partial, 0)
         next_hidden += tl.sum(hidden, 0)
-
-
-def list_arguments(lists: Tensor) -> dict[str, Any]:
-    """Returns the kernel arguments for lists [1 or batch, 1 or heads, rows, 2 + blocks].
-
-    If the size of a dimension is 1, every batch or every head reads the same lists.
-    """
-    strides = [stride if size > 1 else 0 for size, stride in zip(lists.shape[:2], lists.stride()[:2], strict=True)]
-    return {"lists": lists, "lists_strides": tuple(map(as_argument, (*strides, lists.stride(2))))}
 
 
 @device_function
@@ -276,8 +275,8 @@ def forward_kernel(
 
 @partial(kernel, and_for=("groups",))  # groups = 1 saves a loop, and the spills that the loop causes
 def dkey_dvalue_kernel(
-    query, key, value, dout, lse, delta, dkey, dvalue, lists,
-    query_strides, key_strides, value_strides, dout_strides, dkey_strides, dvalue_strides, lists_strides,
+    query, key, value, dout, lse, delta, dkey, dvalue, transposed,
+    query_strides, key_strides, value_strides, dout_strides, dkey_strides, dvalue_strides, transposed_strides,
     kv_heads, groups, queries, keys, dim, offset,
     scale, seed: tl.uint64, last_dropped: tl.uint32, kept_scale,
     DROPOUT: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr,
@@ -290,7 +289,7 @@ def dkey_dvalue_kernel(
     query, dout [batch, heads, queries, dim] may have any strides.
     key, value, dkey, dvalue [batch, kv_heads, keys, dim] may have any strides.
     lse and delta [batch, heads, queries] are contiguous, in float32.
-    lists: the result of `lists_of_queries`.
+    transposed: the result of `lists_of_queries`.
     """
     dim = head_dim(dim, PADDED_DIM, PADDED, UNIT)
     first_key, kv_head, batch = place(keys, kv_heads, KEYS, False)
@@ -306,7 +305,7 @@ def dkey_dvalue_kernel(
         do_head = head_of(dout, dout_strides, batch, head, QUERIES, PADDED_DIM, WIDE, UNIT)
         row_lse = numbers_of(lse, batch * (kv_heads * groups) + head, queries)
         row_delta = numbers_of(delta, batch * (kv_heads * groups) + head, queries)
-        blocks, full, end = list_at(lists, lists_strides, batch, head, first_key, QUERIES)
+        blocks, full, end = list_at(transposed, transposed_strides, batch, head, first_key, QUERIES)
         for step in tl.range(0, tl.maximum(end, 1)):
             dk, dv = gradients_of_keys(
                 dk, dv, k, v, first_key, q_head, do_head, row_lse, row_delta, tile_of_list(blocks, step, QUERIES),
@@ -367,15 +366,16 @@ def dquery_kernel(
 # ------------------------------------------------------------------------------------------------------------- the call
 
 
+KERNELS = Kernels(forward_kernel, dkey_dvalue_kernel, dquery_kernel)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call, block_mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         lists = lists_of_keys(call, block_mask, query.device)
-        chosen = tiles(query.dtype, call.dim, call.dropout_p > 0.0, chip_of(query))
-        loop = Loop(forward_kernel, chosen.forward, list_arguments(lists))
-        out, lse = flash.forward(loop, call, query, key, value)
+        out, lse = flash.forward(KERNELS, tiles, call, query, key, value, lists=lists)
         ctx.call = call
         ctx.save_for_backward(query, key, value, out, lse, lists, block_mask)
         ctx.mark_non_differentiable(lse)
@@ -385,11 +385,8 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         *saved, lists, block_mask = ctx.saved_tensors
-        chosen = tiles(dout.dtype, ctx.call.dim, ctx.call.dropout_p > 0.0, chip_of(dout))
-        transposed = lists_of_queries(ctx.call, block_mask, dout.device)
-        of_keys = Loop(dkey_dvalue_kernel, chosen.dkey_dvalue, list_arguments(transposed))
-        of_queries = Loop(dquery_kernel, chosen.dquery, list_arguments(lists))
-        return *flash.backward(of_keys, of_queries, ctx.call, ctx.needs_input_grad, dout, *saved), None, None
+        visits = {"lists": lists, "transposed": lists_of_queries(ctx.call, block_mask, dout.device)}
+        return *flash.backward(KERNELS, tiles, ctx.call, ctx.needs_input_grad, dout, *saved, **visits), None, None
 
 
 @BlockSparseAttention

@@ -33,6 +33,7 @@ seen no key yet. It is replaced by 0 where it is subtracted, but not where it is
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -43,10 +44,10 @@ from torch.autograd.function import once_differentiable
 
 from flashproof.impls.call import Attention, Call, Keys, Queries, Rows, opaque
 from flashproof.impls.spec import OWN_KERNELS, Arithmetic, Device, Dtype, Implementation, arithmetic_of_flash
+from flashproof.impls.triton.launching import Launch, launch
 from flashproof.impls.triton.primitives import (
     INFINITY,
     INTERPRETED,
-    Launch,
     Scale,
     call_arguments,
     contiguous_tile_at,
@@ -285,10 +286,19 @@ def forward(query: Queries, key: Keys, value: Keys, call: Call, tile: Tiles) -> 
     out = torch.zeros((*rows, call.dim), dtype=torch.float32, device=query.device)
     row_max = torch.full(rows, -math.inf, dtype=torch.float32, device=query.device)
     row_sum = torch.zeros(rows, dtype=torch.float32, device=query.device)
-    tensors = with_strides(query=query, key=key, value=value) | {"out": out, "row_max": row_max, "row_sum": row_sum}
-    arguments = tensors | {"heads": call.heads} | _arguments(call, tile)
-    Launch(forward_kernel, (call.batch * call.heads,), arguments, **options(query.dtype)).run()
+    state = {"out": out, "row_max": row_max, "row_sum": row_sum}
+    seed = call.dropout_seed
+    launch(forward_launches, call.unseeded, tile, query=query, key=key, value=value, seed=seed, **state)
     return Forward(out.to(query.dtype), row_max, row_sum)
+
+
+def forward_launches(
+    call: Call, tile: Tiles, *, query: Queries, key: Keys, value: Keys, seed: int, **state: Tensor
+) -> Iterator[Launch]:
+    """Describes the launch of Algorithm 1. One program computes one head. state: out, row_max and row_sum."""
+    arguments = with_strides(query=query, key=key, value=value) | state | {"heads": call.heads, "seed": seed}
+    grid = (call.batch * call.heads,)
+    yield Launch(forward_kernel, grid, arguments | _arguments(call, tile), **options(query.dtype))
 
 
 def backward(
@@ -298,14 +308,23 @@ def backward(
     dquery = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     dkey = torch.empty(key.shape, dtype=key.dtype, device=key.device)
     dvalue = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    tensors = (
-        with_strides(query=query, key=key, value=value, dout=dout)
-        | saved._asdict()
-        | {"dquery": dquery, "dkey": dkey, "dvalue": dvalue}
-    )
-    arguments = tensors | {"kv_heads": call.kv_heads, "scale": call.scale} | _arguments(call, tile)
-    Launch(backward_kernel, (call.batch * call.kv_heads,), arguments, **options(query.dtype)).run()
+    read = {"query": query, "key": key, "value": value, "dout": dout, **saved._asdict()}
+    written = {"dquery": dquery, "dkey": dkey, "dvalue": dvalue}
+    launch(backward_launches, call.unseeded, tile, **read, **written, seed=call.dropout_seed)
     return dquery.to(query.dtype), dkey, dvalue
+
+
+def backward_launches(
+    call: Call, tile: Tiles, *, query: Queries, key: Keys, value: Keys, dout: Queries, seed: int, **others: Tensor
+) -> Iterator[Launch]:
+    """Describes the launch of Algorithm 4. One program computes one key head.
+
+    others: out, row_max, row_sum, dquery, dkey and dvalue, which are contiguous.
+    """
+    arguments = with_strides(query=query, key=key, value=value, dout=dout) | others
+    arguments |= {"kv_heads": call.kv_heads, "scale": call.scale, "seed": seed}
+    grid = (call.batch * call.kv_heads,)
+    yield Launch(backward_kernel, grid, arguments | _arguments(call, tile), **options(query.dtype))
 
 
 def options(dtype: torch.dtype) -> dict[str, int]:

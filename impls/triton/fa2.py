@@ -35,10 +35,9 @@ from torch.autograd.function import once_differentiable
 from flashproof.impls.call import Attention, Call, Keys, Queries, Rows, opaque
 from flashproof.impls.spec import OWN_KERNELS, Implementation
 from flashproof.impls.triton import flash
-from flashproof.impls.triton.flash import Loop, Tile, Tiles
+from flashproof.impls.triton.flash import Kernels, Tile, Tiles
 from flashproof.impls.triton.primitives import (
     INFINITY,
-    chip_of,
     device_function,
     head_dim,
     head_of,
@@ -234,11 +233,13 @@ def dquery_kernel(
 # ------------------------------------------------------------------------------------------------------------- the call
 
 
+KERNELS = Kernels(forward_kernel, dkey_dvalue_kernel, dquery_kernel)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        loop = Loop(forward_kernel, tiles(query.dtype, call.dim, call.dropout_p > 0.0, chip_of(query)).forward)
-        out, lse = flash.forward(loop, call, query, key, value)
+        out, lse = flash.forward(KERNELS, tiles, call, query, key, value)
         ctx.call = call
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.mark_non_differentiable(lse)
@@ -247,9 +248,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        chosen = tiles(dout.dtype, ctx.call.dim, ctx.call.dropout_p > 0.0, chip_of(dout))
-        of_keys, of_queries = Loop(dkey_dvalue_kernel, chosen.dkey_dvalue), Loop(dquery_kernel, chosen.dquery)
-        return *flash.backward(of_keys, of_queries, ctx.call, ctx.needs_input_grad, dout, *ctx.saved_tensors), None
+        needed = ctx.needs_input_grad
+        return *flash.backward(KERNELS, tiles, ctx.call, needed, dout, *ctx.saved_tensors), None
 
 
 @Attention

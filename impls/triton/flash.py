@@ -1,24 +1,29 @@
 """The launches of the FlashAttention-2 kernels, forward and backward: tiles, grids and arguments.
 
-The launches are the same whichever tiles the loops visit. `fa2.py` and `block_sparse.py` pass in their three kernels
-and `visits`, the further arguments that tell the loop of a kernel which tiles to visit.
+The launches are the same whichever tiles the loops visit. `fa2.py` and `block_sparse.py` pass in their three kernels,
+the table of their tiles, and `visits`, the further tensors that tell the loop of a kernel which tiles to visit.
+
+A function describes the launches of each direction. `launching.launch` calls it once for all calls that are alike.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from flashproof.impls.call import Call, Keys, Queries, Rows
 from flashproof.impls.spec import Arithmetic, Device, Dtype, arithmetic_of_flash
+from flashproof.impls.triton.launching import Launch, launch
 from flashproof.impls.triton.primitives import (
     INTERPRETED,
     Chip,
-    Launch,
     Scale,
+    as_argument,
     call_arguments,
+    chip_of,
     padded_dim,
     with_descriptors,
     with_strides,
@@ -55,9 +60,10 @@ INTERPRETED_TILES = Tiles(forward=Tile(128, 64, 4, 1), dkey_dvalue=Tile(64, 128,
 
 
 Table = Mapping[tuple[int, int], Tiles]  # tiles by (bits of the dtype, largest head dim that the entry serves)
+Choose = Callable[[torch.dtype, int, bool, Chip], Tiles]  # chooses tiles by dtype, head dim, dropout and chip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tables:
     """The tiles of an implementation: `anywhere` on GPUs, and `hopper` in place of some of its entries on sm_90."""
 
@@ -105,17 +111,19 @@ def arithmetic_of(tables: Tables) -> Callable[[Dtype, Device], Arithmetic]:
 # ------------------------------------------------------------------------------------------------------------- launches
 
 
-@dataclass(frozen=True)
-class Loop:
-    """A kernel that has a loop, its tile, and the further arguments that tell the loop which tiles to visit."""
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """The three kernels of an implementation that have a loop."""
 
-    kernel: Any
-    tile: Tile
-    visits: Mapping[str, Any] = field(default_factory=dict)
+    forward: Any
+    dkey_dvalue: Any
+    dquery: Any
 
 
-def forward(loop: Loop, call: Call, query: Queries, key: Keys, value: Keys) -> tuple[Queries, Rows]:
-    """Runs the forward and returns (out, lse). One program computes one tile of queries of one head.
+def forward(
+    kernels: Kernels, choose: Choose, call: Call, query: Queries, key: Keys, value: Keys, **visits: Tensor
+) -> tuple[Queries, Rows]:
+    """Runs the forward and returns (out, lse).
 
     query, out: [batch, heads, queries, dim]. key, value: [batch, kv_heads, keys, dim].
     lse: [batch, heads, queries], float32, natural logarithm.
@@ -124,19 +132,47 @@ def forward(loop: Loop, call: Call, query: Queries, key: Keys, value: Keys) -> t
     The kernel has no sign of the scale. Few calls need one, and even a product by 1 makes the kernel slower: on sm_90,
     it keeps the queries in registers. For these calls, the kernel gets queries that are multiplied by the sign here.
     """
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    scale = Scale.of(call.scale)
-    scales = {"magnitude": scale.magnitude, "exponent_scale": scale.exponent}
-    signed = query if scale.sign == 1 else query * scale.sign
-    arguments = with_strides(query=signed, key=key, value=value, out=out) | {"lse": lse, "heads": call.heads} | scales
-    _launch(loop, call, triton.cdiv(call.queries, loop.tile.queries) * call.heads * call.batch, arguments).run()
+    out, lse = _like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    sign = Scale.of(call.scale).sign
+    launch(
+        forward_launches,
+        *(kernels, choose, call.unseeded),
+        query=query if sign == 1 else query * sign,
+        key=key,
+        value=value,
+        out=out,
+        lse=lse,
+        seed=call.dropout_seed,
+        **visits,
+    )
     return out, lse
 
 
+def forward_launches(
+    kernels: Kernels,
+    choose: Choose,
+    call: Call,
+    *,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    out: Queries,
+    lse: Rows,
+    seed: int,
+    **visits: Tensor,
+) -> Iterator[Launch]:
+    """Describes the forward. One program computes one tile of queries of one head. It fills out and lse."""
+    tile = choose(query.dtype, call.dim, call.dropout_p > 0.0, chip_of(query)).forward
+    scale = Scale.of(call.scale)
+    scales = {"magnitude": scale.magnitude, "exponent_scale": scale.exponent}
+    arguments = with_strides(query=query, key=key, value=value, out=out) | {"lse": lse, "heads": call.heads} | scales
+    programs = triton.cdiv(call.queries, tile.queries) * call.heads * call.batch
+    yield _launch(kernels.forward, tile, call, programs, arguments | {"seed": seed}, visits)
+
+
 def backward(
-    of_keys: Loop,
-    of_queries: Loop,
+    kernels: Kernels,
+    choose: Choose,
     call: Call,
     needed: Sequence[bool],
     dout: Queries,
@@ -145,70 +181,110 @@ def backward(
     value: Keys,
     out: Queries,
     lse: Rows,
+    **visits: Tensor,
 ) -> tuple[Queries | None, Keys | None, Keys | None]:
     """Runs the backward and returns (dquery, dkey, dvalue). A gradient that is not needed may be None.
 
     needed: whether the gradients of query, key and value are needed. dkey and dvalue are always computed together.
     dout, query, out, dquery: [batch, heads, queries, dim]. lse: [batch, heads, queries].
     key, value, dkey, dvalue: [batch, kv_heads, keys, dim].
-
-    The first launch computes delta. The second computes dK and dV: one program computes one tile of keys of one key
-    head. The third computes dQ: one program computes one tile of queries of one head.
     """
-    delta = torch.empty_like(lse)
-    delta_launch(call, out, dout, delta).run()
-    dquery = dkey = dvalue = None
-    shared = {"lse": lse, "delta": delta, "scale": call.scale}
-    if needed[1] or needed[2]:
-        dkey, dvalue = (torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in range(2))
-        arguments = (
-            with_strides(query=query, key=key, value=value, dout=dout, dkey=dkey, dvalue=dvalue)
-            | shared
-            | {"kv_heads": call.kv_heads}
-        )
-        programs = triton.cdiv(call.keys, of_keys.tile.keys) * call.kv_heads * call.batch
-        _launch(of_keys, call, programs, arguments, numbers=("lse", "delta")).run()
+    of_query, of_key = {}, {}
     if needed[0]:
-        dquery = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        arguments = (
-            with_strides(query=query, key=key, value=value, dout=dout, dquery=dquery) | shared | {"heads": call.heads}
-        )
-        _launch(
-            of_queries, call, triton.cdiv(call.queries, of_queries.tile.queries) * call.heads * call.batch, arguments
-        ).run()
-    return dquery, dkey, dvalue
-
-
-def delta_launch(call: Call, out: Queries, dout: Queries, delta: Rows) -> Launch:
-    """Returns the launch that fills delta [batch, heads, queries] from out and dout.
-
-    One program computes 16 queries of one head. In the interpreter it computes 128 queries, because there a program
-    takes the same time whatever its size.
-    """
-    tile = 128 if INTERPRETED.value else 16
-    arguments = with_strides(out=out, dout=dout) | {"delta": delta, "heads": call.heads, "queries": call.queries}
-    return Launch(
-        delta_kernel,
-        (triton.cdiv(call.queries, tile) * call.heads * call.batch,),
-        arguments | {"QUERIES": tile},
-        num_warps=4,
-        num_stages=1,
+        of_query = {"dquery": _like(query)}
+    if needed[1] or needed[2]:
+        of_key = {"dkey": _like(key), "dvalue": _like(value)}
+    launch(
+        backward_launches,
+        *(kernels, choose, call.unseeded),
+        query=query,
+        key=key,
+        value=value,
+        dout=dout,
+        out=out,
+        lse=lse,
+        delta=torch.empty_like(lse),
+        seed=call.dropout_seed,
+        **(of_query | of_key | visits),
     )
+    return of_query.get("dquery"), of_key.get("dkey"), of_key.get("dvalue")
 
 
-def _launch(loop: Loop, call: Call, programs: int, arguments: dict[str, Any], numbers: Sequence[str] = ()) -> Launch:
+def backward_launches(
+    kernels: Kernels,
+    choose: Choose,
+    call: Call,
+    *,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    dout: Queries,
+    out: Queries,
+    lse: Rows,
+    delta: Rows,
+    seed: int,
+    dquery: Queries | None = None,
+    dkey: Keys | None = None,
+    dvalue: Keys | None = None,
+    **visits: Tensor,
+) -> Iterator[Launch]:
+    """Describes the backward: three launches. The last two have a loop, and each runs if its results are wanted.
+
+    The first fills delta. In the second, one program computes one tile of keys of one key head, and fills dkey and
+    dvalue. In the third, one program computes one tile of queries of one head, and fills dquery.
+    """
+    # In the interpreter, a program takes the same time whatever its size.
+    rows = 128 if INTERPRETED.value else 16
+    arguments = with_strides(out=out, dout=dout) | {"delta": delta, "heads": call.heads, "queries": call.queries}
+    programs = triton.cdiv(call.queries, rows) * call.heads * call.batch
+    yield Launch(delta_kernel, (programs,), arguments | {"QUERIES": rows}, num_warps=4, num_stages=1)
+
+    tiles = choose(query.dtype, call.dim, call.dropout_p > 0.0, chip_of(query))
+    read = {"query": query, "key": key, "value": value, "dout": dout}
+    alike = {"lse": lse, "delta": delta, "scale": call.scale, "seed": seed}
+    if dkey is not None and dvalue is not None:
+        arguments = with_strides(**read, dkey=dkey, dvalue=dvalue) | alike | {"kv_heads": call.kv_heads}
+        programs = triton.cdiv(call.keys, tiles.dkey_dvalue.keys) * call.kv_heads * call.batch
+        numbers = ("lse", "delta")
+        yield _launch(kernels.dkey_dvalue, tiles.dkey_dvalue, call, programs, arguments, visits, numbers)
+    if dquery is not None:
+        arguments = with_strides(**read, dquery=dquery) | alike | {"heads": call.heads}
+        programs = triton.cdiv(call.queries, tiles.dquery.queries) * call.heads * call.batch
+        yield _launch(kernels.dquery, tiles.dquery, call, programs, arguments, visits)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """Returns room for a contiguous tensor of the same shape and dtype."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _launch(
+    kernel: Any,
+    tile: Tile,
+    call: Call,
+    programs: int,
+    arguments: dict[str, Any],
+    visits: Mapping[str, Tensor],
+    numbers: Sequence[str] = (),
+) -> Launch:
     """Returns the launch of a kernel with a loop. Adds the arguments that all three of these kernels take.
 
+    visits: tensors that tell loops which tiles to visit. The kernel gets those that it takes, with their strides except
+    the last one, which is 1.
     numbers: the names of the arguments [batch, heads, queries] that the loop reads.
     """
-    tile = loop.tile
-    alike = {"QUERIES": tile.queries, "KEYS": tile.keys}
     rows = {"query": tile.queries, "key": tile.keys, "value": tile.keys, "dout": tile.queries}
     read = {name: length for name, length in rows.items() if name in arguments} | dict.fromkeys(numbers, tile.queries)
+    own = {name: tensor for name, tensor in visits.items() if name in kernel.arg_names}
+    strides = {f"{name}_strides": tuple(map(as_argument, tensor.stride()[:-1])) for name, tensor in own.items()}
     return Launch(
-        loop.kernel,
+        kernel,
         (programs,),
-        with_descriptors(arguments, read) | dict(loop.visits) | call_arguments(call) | alike,
+        with_descriptors(arguments, read)
+        | own
+        | strides
+        | call_arguments(call)
+        | {"QUERIES": tile.queries, "KEYS": tile.keys},
         tile.num_warps,
         tile.num_stages,
     )

@@ -1,6 +1,6 @@
 """Functions that the Triton kernels share, on the device and on the host.
 
-On the device: products, rounding, loads, stores and dropout. On the host: the launch of a kernel.
+On the device: products, rounding, loads, stores and dropout. On the host: the arguments of a launch.
 
 The device functions hide the one difference between a GPU and Triton's interpreter. The interpreter treats a bfloat16
 as the integer that holds its bits. In the interpreter, every operation on bfloat16 values therefore converts them to
@@ -8,12 +8,10 @@ float32, which is exact, and `rounded` converts the result back.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+import functools
 import math
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
-from triton.runtime.interpreter import interpreter_builder
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashproof.impls.call import Call
@@ -49,7 +46,7 @@ def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
 # Triton excludes from no rule. `as_argument` therefore makes numbers of them to which the rules do not apply.
 _PLACES = ("heads", "kv_heads", "groups", "queries", "keys", "dim", "offset", "block_rows", "blocks")
 _TENSORS = ("query", "key", "value", "out", "dout", "dquery", "dkey", "dvalue", "mask")
-_STRIDES = tuple(f"{name}_strides" for name in (*_TENSORS, "lists"))
+_STRIDES = tuple(f"{name}_strides" for name in (*_TENSORS, "lists", "transposed"))
 _SIZES = (*_PLACES, "seed", "last_dropped")
 
 
@@ -341,9 +338,6 @@ def missing(device: Device) -> str | None:
     return "Triton: imported before flashproof chose its interpreter; set TRITON_INTERPRET=1" if late else None
 
 
-_ONE_AT_A_TIME = threading.Lock()  # the interpreter changes the modules of Triton while it runs
-
-
 def slow(device: Device) -> Literal["tile", "shape"]:
     """Returns what takes long on a device: each tile in the interpreter, or each new shape, which is compiled."""
     return "tile" if device == "cpu" else "shape"
@@ -371,6 +365,7 @@ class Scale:
     exponent: float  # magnitude log2 e
 
     @classmethod
+    @functools.lru_cache(maxsize=256)  # each call needs the sign
     def of(cls, scale: float) -> "Scale":
         """Splits a scale into its parts. Raises ValueError if the scale is beyond float32."""
         exponent = abs(scale) * math.log2(math.e)
@@ -475,7 +470,7 @@ _PAST_THE_END = 128
 
 
 def call_arguments(call: Call) -> dict[str, Any]:
-    """Returns the arguments that every kernel with a loop takes: sizes, and those of dropout.
+    """Returns the arguments that every kernel with a loop takes: sizes, and those of dropout, except the seed.
 
     A call without a causal mask is a causal call whose offset shows every key to every query. The kernels therefore do
     not know whether a call is causal.
@@ -485,75 +480,7 @@ def call_arguments(call: Call) -> dict[str, Any]:
         "queries": call.queries,
         "keys": call.keys,
         "offset": call.offset if call.is_causal else call.keys + _PAST_THE_END,
-        "seed": call.dropout_seed,
         "last_dropped": max(call.dropout_threshold - 1, 0),
         "kept_scale": 1.0 / (1.0 - call.dropout_p),
         "DROPOUT": call.dropout_p > 0.0,
     }
-
-
-@contextmanager
-def _as_on_a_gpu() -> Iterator[None]:
-    """Makes the interpreter behave like a GPU, without warnings and without checks. Has no effect on compiled kernels.
-
-    The interpreter runs kernels in NumPy. NumPy warns where a GPU is silent: at the exponential of -inf, at an overflow
-    in a row that is never stored, and at a maximum of nothing but NaN.
-
-    The interpreter also checks for every sum and product of integers whether the result left its type, and describes
-    the type of every value again. This takes most of its time, so neither is done here.
-    """
-    if not INTERPRETED.value:
-        yield
-        return
-    before = interpreter_builder.options
-    interpreter_builder.options = replace(before, sanitize_overflow=False)
-    try:
-        with interpreting.described_once(), np.errstate(all="ignore"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            yield
-    finally:
-        interpreter_builder.options = before
-
-
-_WITH_CONTEXT = threading.local()  # .devices: the GPUs of which the calling thread has a context
-
-
-def _make_current(device: torch.device) -> None:
-    """Gives the calling thread a context of the device. Triton encodes descriptors before it makes one itself."""
-    known = vars(_WITH_CONTEXT).setdefault("devices", set())
-    if device not in known:
-        torch.zeros((), device=device)  # the first launch of a thread makes the context current
-        known.add(device)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One launch of a kernel: its grid, its arguments by name (with the constants), and its compile options.
-
-    A launch is data. `run` starts it. A test can compile it for a GPU that is not present.
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None  # per thread; with None, the compiler may use fewer to run more programs at a time
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The compile options.
-
-        The fusion of a product and a sum into an fma is set explicitly, because Triton is about to change its default.
-        """
-        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True, **limit}
-
-    def run(self) -> None:
-        """Starts the kernel on the device of its tensors."""
-        tensor = next(argument for argument in self.arguments.values() if isinstance(argument, Tensor))
-        if tensor.is_cuda:
-            _make_current(tensor.device)
-        kernel = self.kernel if INTERPRETED.value or self.arguments["UNIT"] > 1 else self.kernel.unaligned
-        with _ONE_AT_A_TIME if INTERPRETED.value else nullcontext(), torch.cuda.device_of(tensor), _as_on_a_gpu():
-            kernel[self.grid](**self.arguments, **self.options)

@@ -36,7 +36,7 @@ from flashproof.reports.record import Resources
 from flashproof.tests.suite.kernels import said
 
 if TYPE_CHECKING:
-    from flashproof.impls.triton.primitives import Launch
+    from flashproof.impls.triton.launching import Launch
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -197,7 +197,7 @@ def _launches(job: Job) -> "list[Launch]":
     """Returns what a forward and a backward would launch on a GPU. The tensors are on the device "meta"."""
     import torch
 
-    from flashproof.impls.triton.primitives import Launch
+    from flashproof.impls.triton.launching import _PLANS, Launch
 
     implementation = catalogue.load(job.implementation)
     launches: list[Launch] = []
@@ -210,7 +210,11 @@ def _launches(job: Job) -> "list[Launch]":
         if implementation.supports.block_mask
         else {}
     )
-    with mock.patch.object(Launch, "run", autospec=True, side_effect=launches.append):
+    # Without plans, every launch is described: a plan of another target has the same key.
+    with (
+        mock.patch.dict(_PLANS, clear=True),
+        mock.patch.object(Launch, "run", autospec=True, side_effect=launches.append),
+    ):
         out: Any = implementation.attention(query, key, value, is_causal=job.causal, **block_mask)
         out.backward(torch.empty_like(out))
     return launches

@@ -16,10 +16,9 @@ tl = pytest.importorskip("triton.language", reason="Triton: not installed")
 from flashproof.calling import attend  # noqa: E402
 from flashproof.cases import Case  # noqa: E402
 from flashproof.impls import catalogue  # noqa: E402
+from flashproof.impls.triton.launching import Launch, _as_on_a_gpu  # noqa: E402
 from flashproof.impls.triton.primitives import (  # noqa: E402
     INTERPRETED,
-    Launch,
-    _as_on_a_gpu,
     as_argument,
     first_word,
     head_of,
