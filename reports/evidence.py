@@ -21,6 +21,7 @@ from flashproof.reports.record import (
     Environment,
     Judge,
     Judgement,
+    Manifest,
     Memory,
     Record,
     Resources,
@@ -296,7 +297,7 @@ def _merged(records: list[Record], environments: dict[str, Environment]) -> Evid
     )
     claims = [r for r in records if isinstance(r, Claim)]
 
-    named = [r for r in records if not isinstance(r, Environment | Curve | Specimen | Judge | Trial | Combined)]
+    named = [r for r in records if not isinstance(r, _OF_NO_KERNEL)]
     kernels = []
     for name in sorted({r.implementation for r in named}):
         own = [j for j in judged if j.judgement.implementation == name]
@@ -444,6 +445,7 @@ def _claimed_by(claims: list[Claim]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*last.values(), *(claim.run for claim in claims[-1:])]))
 
 
+_OF_NO_KERNEL = Environment | Curve | Specimen | Judge | Trial | Combined | Manifest
 _OF_A_VERIFICATION = Judgement | Absence | Memory | Claim  # a whole run replaces these
 
 
