@@ -272,6 +272,27 @@ def check(
     raise Status(tell(file, sample, seed, must_be_whole=whole))
 
 
+@app.command()
+def history(
+    records: Annotated[
+        list[Path], typer.Argument(metavar="RECORDS...", help="record files of runs, or folders of them")
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="the history, a JSON file; it is made if missing")
+    ],
+    gate: Annotated[
+        bool, typer.Option("--gate", help="end with 1, and leave a run out, if it is worse than the last one")
+    ] = False,
+    rise: Annotated[
+        float, typer.Option("--rise", metavar="SHARE", help="how far a rho may rise, as a share of the bound")
+    ] = 0.1,
+) -> None:
+    """Add runs to a history of rho by commit and machine, and say what became worse since the last one."""
+    from flashproof.reports.history import tell
+
+    raise Status(_of_reports(tell(records, output, gate=gate, rise=rise)))
+
+
 def _of_reports(status: int) -> int:
     """The exit status of this command for that of a command of the reports, where 2 is an error of the arguments."""
     return USAGE_ERROR if status == 2 else status
