@@ -40,7 +40,10 @@ class Claimed:
             name: tuple(value) if isinstance(value, list) else value for name, value in self.claim.supports.items()
         }
         try:
-            arithmetic = {where: Arithmetic(**fields) for where, fields in self.claim.arithmetic.items()}  # type: ignore[arg-type]
+            arithmetic = {
+                where: Arithmetic(**fields)  # type: ignore[arg-type]
+                for where, fields in self.claim.arithmetic.items()
+            }
             return Implementation(
                 name=self.claim.implementation,
                 attention=_absent,
