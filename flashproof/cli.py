@@ -234,6 +234,65 @@ def diff(
     raise Status(_of_reports(tell(before, after, output)))
 
 
+@app.command()
+def bundle(
+    records: Annotated[
+        list[Path], typer.Argument(metavar="RECORDS...", help="record files of runs, or folders of them")
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="the bundle; it is packed if the name ends in .gz")
+    ],
+) -> None:
+    """Pack the records of runs into one file, in which any later change is found."""
+    from flashproof.reports.bundle import tell
+
+    raise Status(_of_reports(tell(records, output)))
+
+
+@app.command()
+def check(
+    file: Annotated[Path, typer.Argument(metavar="BUNDLE", help="the records of a run, as it wrote them or packed")],
+    sample: Annotated[
+        str, typer.Option("--sample", metavar="N", help="how many certified figures are computed again, or all")
+    ] = "200",
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", help="chooses the sample; by default it is another each time")
+    ] = None,
+    whole: Annotated[bool, typer.Option("--whole", help="refuse a run that is not whole")] = False,
+) -> None:
+    """Check a run without its kernel: that no line was changed, that no case is missing, that figures are right.
+
+    The exit status is 1 if the bundle is refused.
+    """
+    if sample != "all" and not sample.isdecimal():
+        typer.echo(f"ERROR: --sample: {sample!r} is not a number; give 0, 1, 2 ... or all", err=True)
+        raise Status(USAGE_ERROR)
+    from flashproof.checking import tell
+
+    raise Status(tell(file, sample, seed, must_be_whole=whole))
+
+
+@app.command()
+def history(
+    records: Annotated[
+        list[Path], typer.Argument(metavar="RECORDS...", help="record files of runs, or folders of them")
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="the history, a JSON file; it is made if missing")
+    ],
+    gate: Annotated[
+        bool, typer.Option("--gate", help="end with 1, and leave a run out, if it is worse than the last one")
+    ] = False,
+    rise: Annotated[
+        float, typer.Option("--rise", metavar="SHARE", help="how far a rho may rise, as a share of the bound")
+    ] = 0.1,
+) -> None:
+    """Add runs to a history of rho by commit and machine, and say what became worse since the last one."""
+    from flashproof.reports.history import tell
+
+    raise Status(_of_reports(tell(records, output, gate=gate, rise=rise)))
+
+
 def _of_reports(status: int) -> int:
     """The exit status of this command for that of a command of the reports, where 2 is an error of the arguments."""
     return USAGE_ERROR if status == 2 else status

@@ -35,6 +35,7 @@ class Check:
     early: bool = False  # whether a run begins with it: it takes a second, and explains failures of later checks
     # Whether it takes minutes. A run then includes it only with -k or --thorough, or with one of its cases in --case.
     asked: bool = False
+    every: bool = True  # whether a run judges each of its cases, under the case's own line
 
     @property
     def name(self) -> str:
@@ -81,6 +82,7 @@ def check(
     single: bool = True,
     early: bool = False,
     asked: bool = False,
+    every: bool = True,
 ) -> Callable[[Function], Function]:
     """Makes a function `test_name(subject)` the check "layer/name".
 
@@ -95,6 +97,8 @@ def check(
     - `early`: whether a run begins with this check, because it takes a second and explains failures of later checks.
     - `asked`: whether the check takes minutes. A run then includes it only with `-k` or `--thorough`, or with one of
       its cases in `--case`.
+    - `every`: whether a run judges each case of the grid, under the line of the case. False for a check that may stop
+      early, leave cases out, or judge others. `flashproof check` does not ask a run for the cases of such a check.
 
     Raises ValueError for a layer that does not exist, for neither or both of `grid` and `call`, and for a function
     without a docstring: reports explain a check by its first paragraph.
@@ -108,7 +112,7 @@ def check(
     def register(function: Function) -> Function:
         if not inspect.getdoc(function):
             raise ValueError(f"{function.__name__}: a check needs a docstring that says what it asks of a kernel")
-        setattr(function, ATTRIBUTE, Check(function, layer, found, call, claims, single, early, asked))
+        setattr(function, ATTRIBUTE, Check(function, layer, found, call, claims, single, early, asked, every))
         return function
 
     return register

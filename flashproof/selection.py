@@ -8,6 +8,7 @@ from flashproof import loading, quick, targets
 from flashproof.cases import Case, not_claimed
 from flashproof.impls.spec import DTYPES, Device, Dtype, Implementation
 from flashproof.registry import Check, checks
+from flashproof.reports.record import Asked
 from flashproof.sandbox.memory import available_memory
 from flashproof.space import Effort, Space, space_of
 from flashproof.targets import Loaded, Target
@@ -45,6 +46,15 @@ class Selection:
         """Whether no option narrows the verification of the implementations."""
         return not (self.cases or self.by_name or self.device or self.quick) and set(self.dtypes) == set(DTYPES)
 
+    @property
+    def effort(self) -> Asked:
+        """Which cases of the list the run asks for."""
+        return "given" if self.cases else self._effort
+
+    @property
+    def _effort(self) -> Effort:
+        return "quick" if self.quick else "thorough" if self.thorough else "default"
+
     def whole(self) -> int:
         """The number of checks of these implementations in a run that nothing narrows, for all dtypes and devices."""
         other = copy.copy(self)
@@ -65,8 +75,7 @@ class Selection:
 
     def space_of_loaded(self, implementation: Implementation, device: Device, *, is_sketch: bool = False) -> Space:
         """The space of an implementation on a device, for all selected dtypes."""
-        effort: Effort = "quick" if self.quick else "thorough" if self.thorough else "default"
-        return space_of(implementation, self.dtypes, device, effort=effort, is_sketch=is_sketch)
+        return space_of(implementation, self.dtypes, device, effort=self._effort, is_sketch=is_sketch)
 
     def cases_of(self, check: Check, target: Target) -> list[Case]:
         """The cases of a check that the target claims."""

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +23,7 @@ from flashproof.exercised import Exercised
 from flashproof.impls.spec import Device, Implementation
 from flashproof.loading import is_external
 from flashproof.registry import Check, check_of, checks
-from flashproof.reports import wording
+from flashproof.reports import bundle, wording
 from flashproof.reports.evidence import size, worst_rho
 from flashproof.reports.record import Absence, Claim, Covered, Judgement, Record, append
 from flashproof.sandbox import journal
@@ -395,7 +395,7 @@ class Session:
         }
 
     def close(self, *, ended: bool = True, verdict: str = "") -> None:
-        """Writes the last records: the claims of the implementations, and what was not verified.
+        """Writes the last records: the claims of the implementations, what was not verified, and the seal.
 
         ended: whether every collected check was run. verdict: the last line of the run.
         """
@@ -407,6 +407,9 @@ class Session:
                 self.record(_claim(self.run, loaded.implementation, ended=ended, covered=covered, verdict=verdict))
         for absence in self.absences:
             self.record(absence)
+        with suppress(ValueError):  # an earlier run that died left half a line in this file; no bundle holds one
+            selection = self.selection
+            bundle.seal(self.path, case_set=space.CASE_SET, effort=selection.effort, dtypes=selection.dtypes)
 
 
 STATE = pytest.StashKey[Session]()
@@ -571,6 +574,7 @@ def _claim(
             for device in supports.devices
         },
         bare=implementation.bare,
+        slow={device: implementation.slow(device) or "" for device in supports.devices},
         ended=ended,
         covered=covered,
         verdict=verdict,

@@ -39,6 +39,10 @@ from flashproof.cases import (
 from flashproof.covering import OPEN, Allowed, Coverage, Covering, Partial, Row
 from flashproof.impls.spec import DTYPES, OWN_KERNELS, Device, Dtype, Implementation, Supports
 
+# The version of the list of cases that a run judges, of the space and of all grids. Bundles name it: `flashproof check`
+# makes the list again. Whoever changes a case raises it (tests/suite/space/test_case_set.py says when).
+CASE_SET = 1
+
 Fields = dict[str, Any]  # the fields of a case that is being built
 Levels = Mapping[str, str]  # the level of each factor
 Pick = Callable[[Sequence[Any]], Any]  # chooses one of several values, by the row and the factor

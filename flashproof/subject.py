@@ -266,7 +266,7 @@ class Subject:
 
         Only the smallest failing case is recorded, or else the case with the largest rho.
         """
-        worst: tuple[float, Answered, Case] | None = None
+        worst: tuple[float, Answered] | None = None
         failed: list[tuple[Answered | None, Case, str]] = []
         budget = search.Search(is_slow=bool(self.implementation.slow(self.device)))
         tried: list[Case] = []
@@ -304,7 +304,7 @@ class Subject:
                         climbed[judged.tensor] = max(judged.worst_rho, climbed.get(judged.tensor, 0.0))
                 rho = max((judged.worst_rho for judged in verdicts), default=0.0)
                 if worst is None or rho >= worst[0]:
-                    worst = (rho, (verdicts, found), case)
+                    worst = (rho, (verdicts, found))
                 if not all(judged.passed for judged in verdicts):
                     failed.append(((verdicts, found), case, ""))
                     raise AssertionError(f"rho {rho:.3g}")
@@ -322,14 +322,14 @@ class Subject:
                 self.fail(case, fault)
             else:
                 verdicts, found = answered
-                self._record_judged(verdicts, found.answer, case, given=found.given, note=found.note)
+                self._record_judged(verdicts, found.answer, found.case, given=found.given, note=found.note)
             return
         if worst is not None:
-            _, (verdicts, found), case = worst
+            _, (verdicts, found) = worst
             pairs, triples = self.space.completed(tried)
             added = f"they add {wording.plural(pairs, 'pair')} and {wording.plural(triples, 'triple')} of levels"
             note = f"the worst of {wording.plural(len(tried), 'case')}; {added}"
-            self._record_judged(verdicts, found.answer, case, given=found.given, note=note)
+            self._record_judged(verdicts, found.answer, found.case, given=found.given, note=note)
 
     # ------------------------------------------------------------------------------------------------ records and words
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cached_property, partial
@@ -21,6 +21,7 @@ from flashproof.reports.record import (
     Environment,
     Judge,
     Judgement,
+    Manifest,
     Memory,
     Record,
     Resources,
@@ -145,6 +146,31 @@ class Mutation:
     specimens: tuple[Specimen, ...]
     trials: tuple[Trial, ...]
     combined: tuple[Combined, ...] = ()
+
+
+def without_a_gpu(environments: Sequence[Environment], claims: Iterable[Claim]) -> str:
+    """Says that no run on a GPU is of the newest commit. Empty if one is, or if no implementation claims GPUs."""
+    if not environments or not any("cuda" in _devices(claim) for claim in claims):
+        return ""
+    ordered = sorted(environments, key=_date)
+    commit = _source(ordered[-1])
+    gpu = [environment for environment in ordered if environment.kind == "cuda"]
+    if any(_source(environment) == commit for environment in gpu):
+        return ""
+    words = f"No GPU run for this commit ({commit})" if commit else "No GPU run"
+    if gpu:
+        return f"{words}: the newest one is of commit {_source(gpu[-1]) or 'unknown'}, {gpu[-1].date[:10]}."
+    return f"{words}."
+
+
+def _devices(claim: Claim) -> Sequence[str]:
+    devices = claim.supports.get("devices")
+    return [str(device) for device in devices] if isinstance(devices, list) else []
+
+
+def _source(environment: Environment) -> str:
+    """The commit that a run is of: that of the project in which it was started, or of flashproof."""
+    return environment.project_commit or environment.commit
 
 
 def severity(judged: Judged) -> tuple[int, float]:
@@ -296,7 +322,7 @@ def _merged(records: list[Record], environments: dict[str, Environment]) -> Evid
     )
     claims = [r for r in records if isinstance(r, Claim)]
 
-    named = [r for r in records if not isinstance(r, Environment | Curve | Specimen | Judge | Trial | Combined)]
+    named = [r for r in records if not isinstance(r, _OF_NO_KERNEL)]
     kernels = []
     for name in sorted({r.implementation for r in named}):
         own = [j for j in judged if j.judgement.implementation == name]
@@ -444,6 +470,7 @@ def _claimed_by(claims: list[Claim]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*last.values(), *(claim.run for claim in claims[-1:])]))
 
 
+_OF_NO_KERNEL = Environment | Curve | Specimen | Judge | Trial | Combined | Manifest
 _OF_A_VERIFICATION = Judgement | Absence | Memory | Claim  # a whole run replaces these
 
 

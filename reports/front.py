@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from flashproof.reports import charts, mutants, overview, tables, wording
-from flashproof.reports.evidence import Evidence
+from flashproof.reports.evidence import Evidence, without_a_gpu
 from flashproof.reports.speed import Timing
 
 TALLEST = 21  # pixels of a bar
@@ -30,6 +30,10 @@ def values(evidence: Evidence, timings: Sequence[Timing]) -> dict[str, Any]:
         "verdict": overview.verdict(evidence),
         "machines": machines,
         "date": dates[-1] if dates else "",
+        "without_a_gpu": without_a_gpu(
+            [environment for environment in evidence.environments if environment.run in judging],
+            [kernel.claim for kernel in evidence.kernels if kernel.claim],
+        ),
         "groups": [(title, [Row(line) for line in lines]) for title, lines in overview.lines(evidence)],
         "columns": overview.columns(overview.layers(evidence)),
         "places": list(dict.fromkeys(machines)),

@@ -1,12 +1,13 @@
 """`python -m flashproof.reports.github RECORDS` tells GitHub Actions what a run found.
 
 It writes a summary in Markdown, which GitHub shows on the page of the workflow run. The summary gives the verdict, then
-the failures, the worst first. It prints annotations, which GitHub shows beside the source of the kernel. It also
-accepts the records of a run that died, and a run without records.
+the failures, the worst first. It prints annotations, which GitHub shows beside the source of the kernel, and writes the
+same failures as SARIF. It also accepts the records of a run that died, and a run without records.
 """
 
 import argparse
 import ast
+import json
 import os
 import re
 import sys
@@ -14,9 +15,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from flashproof.reports import wording
-from flashproof.reports.evidence import DTYPES, TENSORS, size, worst_rho
+from flashproof.reports import sarif, wording
+from flashproof.reports.checks import sentences
+from flashproof.reports.evidence import DTYPES, TENSORS, size, without_a_gpu, worst_rho
 from flashproof.reports.record import Absence, Claim, Environment, Judgement, Record, read
 
 LIMIT = 1_000_000  # bytes of a summary; GitHub takes 1 MiB from a step
@@ -234,6 +237,8 @@ def _origin(found: Found, report: str) -> Iterator[str]:
     for environment in found.environments[:KERNELS]:
         versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
         yield f"{_code(environment.command)} on {_text(f'{environment.device}: {versions}')}"
+    if words := without_a_gpu(found.environments, found.claims):
+        yield _text(words)
     if found.verdicts:
         for problem in found.problems:
             yield _text(f"records that were left out: {problem}")
@@ -319,6 +324,20 @@ def place_of(judgement: Judgement, root: Path) -> tuple[str, int] | None:
     return None
 
 
+def sarif_log(found: Found, workspace: Path | None = None) -> dict[str, Any]:
+    """The failures as a SARIF log. workspace: as in `annotations`."""
+    root = (workspace or Path.cwd()).resolve()
+    groups = [sorted(group, key=_badness, reverse=True) for group in found.failures]
+    versions = [environment.versions.get("flashproof", "") for environment in found.environments]
+    return sarif.log(
+        groups,
+        [place_of(group[0], root) for group in groups],
+        sentences(),
+        ended=bool(found.verdicts),
+        version=versions[0] if versions else "",
+    )
+
+
 def _files(place: str) -> Iterator[Path]:
     """Where the source of a target may be: the file that it names, or the file of the module that it names."""
     if place.endswith(".py"):
@@ -398,6 +417,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="where the summary is appended; $GITHUB_STEP_SUMMARY if it is set, and otherwise it is printed",
     )
     parser.add_argument("--log", type=Path, metavar="FILE", help="what the run printed, for a run without a verdict")
+    parser.add_argument("--sarif", type=Path, metavar="FILE", help="where the failures are written as SARIF")
     parser.add_argument("--report", default="", metavar="URL", help="where the report is, for a link")
     options = parser.parse_args(arguments)
     found = collect(options.records)
@@ -409,8 +429,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file.write(text)
     else:
         print(text)
-    for line in annotations(found, log, Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd())):
+    workspace = Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd())
+    for line in annotations(found, log, workspace):
         print(line)
+    if options.sarif:
+        options.sarif.write_text(json.dumps(sarif_log(found, workspace), indent=1), encoding="utf-8")
     return 0
 
 

@@ -57,6 +57,8 @@ class Claim(msgspec.Struct, tag="claim", kw_only=True, frozen=True):
     # "float16 on cuda" -> the fields of flashproof.impls.spec.Arithmetic
     arithmetic: dict[str, dict[str, str | int | float | None]]
     bare: bool  # whether the implementation is a bare callable, whose signature is its claim
+    # By device: what is slow there ("tile", "shape" or "call"), so that a run has fewer cases. "" if nothing is slow.
+    slow: dict[str, str] = {}
     ended: bool = True  # whether the run came to its end and was not interrupted
     covered: dict[str, Covered] = {}  # by device; empty if the user chose cases or checks
     verdict: str = ""  # of the run on all its implementations: its last line
@@ -270,6 +272,21 @@ class Combined(msgspec.Struct, tag="combined", kw_only=True, frozen=True):
     tried: int
 
 
+Asked = Literal["quick", "default", "thorough", "given"]  # given: only the cases of --case
+
+
+class Manifest(msgspec.Struct, tag="manifest", kw_only=True, frozen=True):
+    """The seal of a run. It is the last record of the run, and all lines since the seal before it belong to the run."""
+
+    run: str
+    case_set: int  # the version of the list of cases (`flashproof.space.CASE_SET`); 0 if unknown
+    effort: Asked  # which cases of the list the run asked for
+    dtypes: list[str]  # the dtypes that the run asked for; the list of cases depends on them
+    lines: int  # the number of lines that are sealed
+    marks: str  # four hexadecimal digits for each line, the first of its SHA-256: they say which line was edited
+    checksum: str = ""  # the SHA-256 of all lines, and of this record without its checksum
+
+
 Record = (
     Environment
     | Claim
@@ -283,6 +300,7 @@ Record = (
     | Judge
     | Trial
     | Combined
+    | Manifest
 )
 
 _encoder = msgspec.json.Encoder()
@@ -301,7 +319,7 @@ def append(path: Path, record: Record) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
-        file.write(_encoder.encode(record) + b"\n")
+        file.write(encode(record) + b"\n")
 
 
 def read(path: Path) -> Iterator[Record]:
@@ -310,23 +328,45 @@ def read(path: Path) -> Iterator[Record]:
     An incomplete last line is skipped. Raises OSError if the path is not a file. Raises ValueError, which names the
     file and the line, for a file that cannot be unpacked to its end and for a line that is not a record.
     """
+    found = lines(path)
+    for number, line in enumerate(found, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = decode(line, path, number)
+        except ValueError:
+            if number == len(found):  # no newline follows: the writer died in the middle of the line
+                return
+            raise
+        yield record
+
+
+def lines(path: Path) -> list[bytes]:
+    """The lines of a file, without their newlines. The last one is empty if the file ends as it should.
+
+    Raises as `read` does for a file that is missing or cannot be unpacked.
+    """
     if not path.is_file():
         raise OSError(f"{path}: {'is a directory; name the record files in it' if path.is_dir() else 'no such file'}")
     content = path.read_bytes()
     try:
-        lines = (gzip.decompress(content) if path.suffix == ".gz" else content).split(b"\n")
+        return (gzip.decompress(content) if path.suffix == ".gz" else content).split(b"\n")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:  # EOFError if the file was cut off
         intact = _unpacked(content).count(b"\n")
         raise ValueError(f"{path}, line {intact + 1}: cannot be unpacked any further ({error})") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            yield _decoder.decode(line)
-        except msgspec.MsgspecError as error:
-            if number == len(lines):  # no newline follows: the writer died in the middle of the line
-                return
-            raise ValueError(f"{path}, line {number}: not a record of flashproof ({error})") from error
+
+
+def decode(line: bytes, path: Path, number: int) -> Record:
+    """The record on a line. Raises ValueError, which names the file and the line, if it is none."""
+    try:
+        return _decoder.decode(line)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{path}, line {number}: not a record of flashproof ({error})") from error
+
+
+def encode(record: Record) -> bytes:
+    """The line of a record, without its newline."""
+    return _encoder.encode(record)
 
 
 def _unpacked(content: bytes) -> bytes:

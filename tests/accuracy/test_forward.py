@@ -13,7 +13,7 @@ def test_forward(subject: Subject) -> None:
         subject.judge(case)
 
 
-@check("accuracy", grid=grids.lengths, single=False)
+@check("accuracy", grid=grids.lengths, single=False, every=False)
 def test_over_lengths(subject: Subject) -> None:
     """Answers are inside the bound at growing sequence lengths, until a call takes a tenth of a second."""
     for case in subject.cases:
@@ -29,7 +29,7 @@ def test_over_magnitudes(subject: Subject) -> None:
         subject.judge(case, axes={"magnitude": case.magnitude})
 
 
-@check("accuracy", grid=grids.lines("b1 h1 q16 k16 d16"), single=False)
+@check("accuracy", grid=grids.lines("b1 h1 q16 k16 d16"), single=False, every=False)
 def test_search(subject: Subject) -> None:
     """Answers are inside the bound in cases that Hypothesis draws. It looks for a larger rho, and makes a failing case
     small."""

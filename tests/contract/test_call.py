@@ -96,7 +96,7 @@ def _on_a_gpu(space: Space, dtype: Dtype) -> list[Case]:
     return grids.lines(SMALL)(space, dtype) if space.device == "cuda" else []
 
 
-@check("contract", grid=_on_a_gpu, early=True)
+@check("contract", grid=_on_a_gpu, early=True, every=False)
 def test_stream(subject: Subject) -> None:
     """On a GPU, the kernel works in the caller's stream, after the work that this stream already holds."""
     if subject.device != "cuda":

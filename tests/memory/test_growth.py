@@ -27,7 +27,7 @@ SECONDS = 1.0
 MATRIX_BYTES = {"cpu": 2**28, "cuda": 2**34}
 
 
-@check("memory", grid=grids.doubling, single=False)
+@check("memory", grid=grids.doubling, single=False, every=False)
 def test_memory_growth(subject: Subject, recorder: Recorder) -> None:
     """Memory beyond inputs and outputs at most doubles when the sequence doubles, where linear memory is claimed."""
     before: dict[Direction, int] = {}

@@ -1,5 +1,6 @@
 """The action: it verifies a right kernel and a wrong one, and tells GitHub what it found."""
 
+import json
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -85,6 +86,21 @@ def test_the_annotation_of_a_wrong_kernel(failed: Runner) -> None:
     (annotation,) = [words for words in failed.said["Summarise"].splitlines() if words.startswith("::error")]
     assert annotation.startswith(f"::error file=kernels/mine.py,line={line},title=flashproof%3A ")
     assert "%0Aagain: pytest --impl mine.py:wrong --case" in annotation
+
+
+def test_the_sarif_of_a_wrong_kernel(failed: Runner) -> None:
+    """It has the place of the annotation, and a rule for each check that failed."""
+    (run,) = json.loads((failed.report / "flashproof.sarif").read_text())["runs"]
+    rules = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
+    assert "gradients/backward" in rules
+    assert run["invocations"] == [{"executionSuccessful": True}]
+    line = KERNELS.splitlines().index("def wrong(query, key, value, *, is_causal=False):") + 1
+    for result in run["results"]:
+        assert rules[result["ruleIndex"]] == result["ruleId"]
+        place = result["locations"][0]["physicalLocation"]
+        assert place["artifactLocation"]["uri"] == "kernels/mine.py"
+        assert place["region"] == {"startLine": line}
+        assert "again: pytest --impl mine.py:wrong" in result["message"]["text"]
 
 
 def test_the_files_of_a_wrong_kernel(failed: Runner) -> None:

@@ -3,13 +3,16 @@
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flashproof.reports import history
 from flashproof.tests.suite.ci.workflows import ACTION, FOLDER, ROOT, WORKFLOWS, read, run, step, steps
+from flashproof.tests.suite.reports import building
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FILES = [*WORKFLOWS, ACTION, *sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))]
@@ -91,3 +94,29 @@ def test_a_release_moves_the_tag_of_the_minor_version(tmp_path: Path, exists: bo
     made = "api --method POST repos/flashproof/flashproof/git/refs -f ref=refs/tags/v0.1 -f sha=0123"
     assert ended.returncode == 0
     assert ended.stdout.splitlines() == ([moved] if exists else [moved, made])
+
+
+@pytest.mark.parametrize(("published", "status"), [("", 0), ("the same", 0), ("better", 1)])
+def test_the_report_is_not_published_if_a_rho_rose(tmp_path: Path, published: str, status: int) -> None:
+    """The step takes the history from the site, and ends the job if the run is worse than the last one there."""
+    records = tmp_path / "reports" / "runs" / "latest.jsonl"
+    building.write(records, [building.environment(), building.judgement(rho=0.8)])
+    programs, venv = tmp_path / "bin", tmp_path / ".venv" / "bin"
+    for folder in (programs, venv):
+        folder.mkdir(parents=True)
+    (venv / "flashproof").symlink_to(Path(sys.executable).parent / "flashproof")
+    if published:
+        older = building.judgement(rho=0.8 if published == "the same" else 0.5, run="older")
+        before = building.write(tmp_path / "older.jsonl", [building.environment("older"), older])
+        assert history.tell([before], tmp_path / "published.json") == 0
+    (tmp_path / "reports" / "site").mkdir()
+    (programs / "curl").write_text(f'#!/bin/sh\necho "$@" > asked\ncp {tmp_path}/published.json "$7"\n')
+    (programs / "curl").chmod(0o755)
+    given = {"GITHUB_REPOSITORY": "me/kernels", "GITHUB_REPOSITORY_OWNER": "me", "RISE": "0.1"}
+    script = step(FOLDER / "pages.yml", "Compare with the last published run")["run"]
+    ended = run(script, tmp_path, tmp_path / "runner", given, programs)
+    assert ended.returncode == status, ended.stdout + ended.stderr
+    assert "https://me.github.io/kernels/history.json" in (tmp_path / "asked").read_text()
+    runs = history.load(tmp_path / "reports" / "site" / "history.json").runs
+    assert len(runs) == (2 if published == "the same" else 1)
+    assert "AMD EPYC, 2 cores" in (tmp_path / "runner" / "summary.md").read_text()

@@ -30,12 +30,12 @@ from _pytest.mark.expression import Expression
 from packaging.requirements import Requirement
 
 import flashproof
-from flashproof import cli, exercised, listing, selection, words
+from flashproof import checking, cli, exercised, listing, selection, words
 from flashproof.impls import catalogue
 from flashproof.loading import is_external
 from flashproof.registry import checks
 from flashproof.reports import __main__ as merging
-from flashproof.reports import difference
+from flashproof.reports import bundle, difference, history
 from flashproof.reports.record import Judgement, read
 from flashproof.running import Wanted
 from flashproof.search import Budget
@@ -44,7 +44,8 @@ from flashproof.tests.suite.documents.checks import ROOT
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 SHELLS = ("sh", "bash", "console")
 PROGRAM = re.compile(r"(\.venv/bin/)?(flashproof|pytest|python -m flashproof[\w.]*|make|pip)( |$)")
-NAMED = {"flashproof", "pytest --impl", "make"}  # programs and an option that a sentence only names
+# Programs, commands and an option that a sentence only names.
+NAMED = {"flashproof", "flashproof check", "flashproof bundle", "flashproof history", "pytest --impl", "make"}
 SMALL = "b1 h1 q5 k5 d8 float32"
 HERE = ("-n", "0", "--device", "cpu")  # in one process, and with the same figures where there is a GPU
 # What stands for the words that a reader replaces.
@@ -58,6 +59,8 @@ PLACEHOLDERS = {
     "FILE": "found.md",
     "SECONDS": "30",
     "EXPRESSION": "contract/answers",
+    "BUNDLE": "cpu.jsonl",
+    "N": "5",
 }
 
 
@@ -215,7 +218,8 @@ def understand_flashproof(arguments: Sequence[str], config: pytest.Config, monke
 
     monkeypatch.setattr(cli, "_run", note)
     monkeypatch.setattr(merging, "merge", lambda *_: 0)
-    monkeypatch.setattr(difference, "tell", lambda *_: 0)
+    for module in (difference, bundle, checking, history):
+        monkeypatch.setattr(module, "tell", lambda *_, **__: 0)
     monkeypatch.setattr(listing, "show_checks", lambda: None)
     monkeypatch.setattr(listing, "show_catalogue", lambda: None)
     with pytest.raises(SystemExit) as ended:
@@ -333,7 +337,8 @@ def test_an_option_in_a_sentence_is_one(
     """An option that a sentence names is one of flashproof, of pytest, or of a module that the pages name."""
     modules = [command for command in COMMANDS if command.startswith("python -m ") and "*" not in command]
     said = []
-    for command in ("flashproof TARGET", "flashproof list", "pytest --impl TARGET", *modules):
+    others = ("flashproof list", "flashproof check BUNDLE", "flashproof history RECORDS -o FILE")
+    for command in ("flashproof TARGET", *others, "pytest --impl TARGET", *modules):
         try:
             understand(filled(f"{command} {option}"), pytestconfig, monkeypatch)
         except (Exception, SystemExit) as error:
@@ -397,7 +402,7 @@ def test_a_run_and_its_records_as_the_pages_say(project: Path) -> None:
     assert (project / "out" / "junit.xml").is_file()
 
     records = (project / "out" / "runs" / "verify.jsonl").read_bytes()
-    for name in ("cpu.jsonl", "before.jsonl", "after.jsonl", "records/one.jsonl"):
+    for name in ("cpu.jsonl", "run.jsonl", "before.jsonl", "after.jsonl", "records/one.jsonl"):
         (project / name).parent.mkdir(exist_ok=True)
         (project / name).write_bytes(records)
     (project / "gpu.jsonl.gz").write_bytes(gzip.compress(records))
@@ -407,6 +412,8 @@ def test_a_run_and_its_records_as_the_pages_say(project: Path) -> None:
         "flashproof report records/ -o site": "site/index.html",
         "flashproof diff before.jsonl after.jsonl": "No verdict changed",
         "python -m flashproof.reports.calibration RECORDS... -o FILE": "",
+        "flashproof check run.jsonl": "accepted: a part of a run",
+        "flashproof history out/runs/verify.jsonl -o history.json --gate": "the first run on this machine",
         "flashproof list": "tiled.fa2",
     }.items():
         status, said = run(project, *documented(command))

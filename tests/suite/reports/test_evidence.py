@@ -3,10 +3,13 @@
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from flashproof.reports.evidence import Evidence, Machine, clear, gather
-from flashproof.reports.record import Absence, Curve, Memory, Record
+from flashproof.reports.evidence import Evidence, Machine, clear, gather, without_a_gpu
+from flashproof.reports.github import collect, summary
+from flashproof.reports.pages import write_pages
+from flashproof.reports.record import Absence, Curve, Environment, Memory, Record
 from flashproof.tests.suite.reports import building
 from flashproof.tests.suite.reports.building import claim, environment, judgement
 
@@ -241,3 +244,34 @@ def test_what_cannot_be_merged_is_named(tmp_path: Path, records: list[Record], m
     (tmp_path / "0.jsonl").touch()
     with pytest.raises(ValueError, match=message):
         merged(tmp_path, records)
+
+
+OTHER = "fedcba987654"
+
+
+@pytest.mark.parametrize(
+    ("runs", "words"),
+    [
+        ([building.environment()], "No GPU run for this commit (0123456789ab)."),
+        ([building.environment(building.GPU), building.environment(date="2026-03-04T00:00:00Z")], ""),
+        (
+            [building.environment(building.GPU, commit=OTHER), building.environment(date="2026-03-04T00:00:00Z")],
+            f"No GPU run for this commit (0123456789ab): the newest one is of commit {OTHER}, 2026-03-03.",
+        ),
+        ([building.environment(building.GPU, commit=OTHER), building.environment()], ""),
+        ([building.environment(commit="")], "No GPU run."),
+        ([], ""),
+    ],
+)
+def test_a_commit_without_a_gpu_run_is_said(runs: list[Environment], words: str) -> None:
+    claim = building.claim()
+    assert without_a_gpu(runs, [claim]) == words
+    for_cpus = msgspec.structs.replace(claim, supports=claim.supports | {"devices": ["cpu"]})
+    assert without_a_gpu(runs, [for_cpus]) == ""
+
+
+def test_the_report_and_the_summary_say_that_there_is_no_gpu_run(tmp_path: Path) -> None:
+    path = building.write(tmp_path / "run.jsonl", [environment(), claim(), judgement()])
+    words = "No GPU run for this commit (0123456789ab)."
+    assert words in write_pages(gather([path]), tmp_path / "site").read_text()
+    assert words in summary(collect([path]))

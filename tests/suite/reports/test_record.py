@@ -7,12 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flashproof.reports.record import Judgement, Record, append, figure, read
+from flashproof.reports.record import Judgement, Manifest, Record, append, figure, read
 from flashproof.tests.suite.reports import building
 
 
 def test_every_type_comes_back_equal(tmp_path: Path) -> None:
     records = building.cpu_run() + building.gpu_run()
+    records.append(Manifest(run=building.CPU, case_set=1, effort="default", dtypes=["float32"], lines=1, marks="0123"))
     types = {type(record) for record in records}
     assert types == set(Record.__args__), "the builder leaves a type out"
     assert list(read(building.write(tmp_path / "run.jsonl", records))) == records
