@@ -34,16 +34,18 @@ def method(device: str) -> Method:
 def _peak_on_gpu(call: Callable[[], Result]) -> tuple[int, Result]:
     # The autograd thread may still hold the gradients of the last backward. It frees them before it runs another
     # backward, so this runs one that holds no bytes. Memory that another stream has used is freed at an allocation, so
-    # this also allocates.
+    # this also allocates. The requested bytes are counted, because the allocated ones depend on earlier calls: a free
+    # block of the cache may be a megabyte larger than the tensor that gets it.
     leaf = torch.zeros(0, device="cuda", requires_grad=True)
     torch.autograd.grad((2.0 * leaf).sum(), leaf)
     torch.cuda.synchronize()
     torch.empty(1, device="cuda")
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before: int = torch.cuda.memory_stats()["requested_bytes.all.current"]
     result = call()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before, result
+    peak: int = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    return peak - before, result
 
 
 def _peak_on_cpu(call: Callable[[], Result]) -> tuple[int, Result]:
