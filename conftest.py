@@ -1,14 +1,18 @@
 """A clone of flashproof: its options are always there, and so is its plugin, whether the clone is installed or not.
 
-While the tests of the suite itself run, tensors are held to the shapes that signatures name.
+A run with `--benchmark-only` collects tests/bench alone, unless paths are given. While the tests of the suite itself run, tensors are held to the shapes that signatures name.
 """
 
+from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from flashproof import pytest_plugin
+
+DEPENDED_ON = ("torch", "cuda", "cudnn", "driver")  # by the times of every run, whatever it loads
+NOTHING_TIMED = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -21,8 +25,44 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Leaves the benchmarks out, unless they are asked for: they run alone."""
-    if not config.getoption("benchmark_only", default=False):
+    if not _times(config):
         config.option.benchmark_skip = True
+    elif config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        config.args = [str(config.rootpath / "tests" / "bench")]
+
+
+def _times(config: pytest.Config) -> bool:
+    """Whether the run is one of benchmarks."""
+    return bool(config.getoption("benchmark_only", default=False))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(machine_info: dict[str, object]) -> None:
+    """Adds to the JSON what the times depend on: the device and the versions."""
+    from flashproof.environment import environment
+
+    here = environment("benchmarks")
+    versions = {name: version for name, version in here.versions.items() if name in DEPENDED_ON}
+    machine_info |= {"device": here.device, "versions": versions}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A run of benchmarks that times nothing is a failure, and says so, also if everything was skipped."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    if _times(session.config) and ended and reporter and not session.config.option.collectonly:
+        if not reporter.stats.get("passed"):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            session.config.stash[NOTHING_TIMED] = True
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
+    """Says last that nothing was timed."""
+    yield
+    if terminalreporter.config.stash.get(NOTHING_TIMED, False):
+        terminalreporter.write_line("nothing was timed: the reasons are above", red=True)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -32,7 +72,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     A verification and a benchmark do without it, and so does a run of nothing but what needs a GPU: that one is to be
     over soon.
     """
-    if pytest_plugin.is_asked_for(config) or config.getoption("benchmark_only", default=False):
+    if pytest_plugin.is_asked_for(config) or _times(config):
         return
     if config.getoption("markexpr") == "gpu":
         return

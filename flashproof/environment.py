@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import flashproof
+from flashproof.impls.spec import Device
 from flashproof.reports.record import Environment
 
 PACKAGE = Path(__file__).resolve().parent
@@ -45,7 +46,7 @@ def environment(run: str, *, whole: bool = True, command: str = "") -> Environme
         commit=_commit(PACKAGE) if _in_a_clone() else "",
         project_commit=_commit(Path.cwd()),
         whole=whole,
-        device=torch.cuda.get_device_name() if cuda else _processor(),
+        device=device_name("cuda" if cuda else "cpu"),
         kind="cuda" if cuda else "cpu",
         versions=versions,
         command=command or " ".join(["pytest", *sys.argv[1:]]),
@@ -70,6 +71,11 @@ def _commit(folder: Path) -> str:
         return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("GITHUB_SHA", "")[:12]
+
+
+def device_name(device: Device) -> str:
+    """The name of the GPU, or of the processor with its number of cores."""
+    return torch.cuda.get_device_name() if device == "cuda" else _processor()
 
 
 def _processor() -> str:

@@ -91,7 +91,7 @@ def inputs(case: Case, device: str | torch.device = "cpu", outside: float = math
             query, key, value = memory.packed_in_heads(numbers[:3])
         case "packed-kv":
             key, value = memory.packed(numbers[1:3])
-    return Inputs(query, key, value, dout, _block_mask(case, device))
+    return Inputs(query, key, value, dout, block_mask(case, device))
 
 
 # -------------------------------------------------------------------------------------------------------- numbers
@@ -223,7 +223,8 @@ def _rounded(name: str, numbers: np.ndarray, dtype: torch.dtype) -> Tensor:
     return tensor
 
 
-def _block_mask(case: Case, device: str | torch.device) -> Tensor | None:
+def block_mask(case: Case, device: str | torch.device) -> Tensor | None:
+    """The block mask of a case, [1|batch, 1|heads, blocks of queries, blocks of keys]. None if it has none."""
     if case.blocks is None:
         return None
     entries = (case.batch, case.heads)

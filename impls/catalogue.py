@@ -30,6 +30,9 @@ CATALOGUE: dict[str, str] = {
     "flex": "flashproof.impls.peers.flex:implementation",
 }
 
+PEERS = tuple(name for name, place in CATALOGUE.items() if place.startswith("flashproof.impls.peers."))  # by others
+STANDARD = "sdpa.math"  # textbook attention, which stores the whole matrix of scores
+
 FORMS = "give a name of the catalogue, 'package.module:attribute' or 'path/file.py:attribute'"
 
 

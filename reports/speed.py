@@ -16,6 +16,11 @@ _HOPPER = {"float16": 989.4, "bfloat16": 989.4, "float32": 989.4 / 6}
 CEILINGS = {"H200": _HOPPER, "H100": _HOPPER}
 
 
+def ceiling(device: str, dtype: str) -> float | None:
+    """The TFLOP/s that a chip cannot exceed in a dtype, where they are known. device: the name of the chip."""
+    return next((peaks.get(dtype) for chip, peaks in CEILINGS.items() if chip in device), None)
+
+
 @dataclass(frozen=True)
 class Timing:
     """One measured speed.
@@ -44,7 +49,7 @@ class Timing:
     @property
     def ceiling(self) -> float | None:
         """The TFLOP/s that the chip cannot exceed, where they are known."""
-        return next((peaks.get(self.dtype) for chip, peaks in CEILINGS.items() if chip in self.device), None)
+        return ceiling(self.device, self.dtype)
 
     @property
     def group(self) -> tuple[str, str, bool, int]:
