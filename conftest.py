@@ -1,6 +1,7 @@
 """A clone of flashproof: its options are always there, and so is its plugin, whether the clone is installed or not.
 
-A run with `--benchmark-only` collects tests/bench alone, unless paths are given. While the tests of the suite itself run, tensors are held to the shapes that signatures name.
+A run with `--benchmark-only` collects tests/bench alone, unless paths are given. While the tests of the suite itself
+run, tensors are held to the shapes that signatures name.
 """
 
 from collections.abc import Generator
@@ -51,10 +52,10 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A run of benchmarks that times nothing is a failure, and says so, also if everything was skipped."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-    if _times(session.config) and ended and reporter and not session.config.option.collectonly:
-        if not reporter.stats.get("passed"):
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-            session.config.stash[NOTHING_TIMED] = True
+    runs = _times(session.config) and not session.config.option.collectonly
+    if runs and ended and reporter and not reporter.stats.get("passed"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        session.config.stash[NOTHING_TIMED] = True
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

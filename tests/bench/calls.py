@@ -36,9 +36,7 @@ def given(case: Case, device: Device) -> Given:
     """Normal tensors of a setting, drawn on the device with the seed of the case."""
     generator = torch.Generator(device).manual_seed(case.seed)
     shape, dtype = (case.batch, case.heads, case.queries, case.dim), getattr(torch, case.dtype)
-    query, key, value, dout = (
-        torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(4)
-    )
+    query, key, value, dout = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(4))
     return Given(case, device, (query, key, value, dout), tensors.block_mask(case, device))
 
 
@@ -85,17 +83,21 @@ class Calls:
         Raises what the implementation raises.
         """
         case, mask = self.given.case, self.given.block_mask
-        named = dict(zip(("out", "dq", "dk", "dv"), self.answer(direction), strict=False))
-        if direction == "backward":
-            named["dout"] = self._dout
-        one = {name: tensor[-1:, -1:] for name, tensor in named.items()}
+        query, key, value = (tensor[-1:, -1:] for tensor in self._inputs)
+        out, *gradients = (tensor[-1:, -1:] for tensor in self.answer(direction))
+        dq, dk, dv = gradients or (None, None, None)
         return accuracy.judge(
-            one.pop("out"),
-            *(tensor[-1:, -1:] for tensor in self._inputs),
+            out,
+            query,
+            key,
+            value,
             is_causal=case.mask != "full",
             block_mask=None if mask is None else mask[-1:, -1:],
+            dout=self._dout[-1:, -1:] if gradients else None,
+            dq=dq,
+            dk=dk,
+            dv=dv,
             arithmetic=self.implementation.arithmetic,
-            **one,
         )
 
     def peak_bytes(self, direction: Direction) -> int:

@@ -68,7 +68,7 @@ THOROUGH: dict[Device, Plan] = {
             (f"b1 h4 q{length} k{length} d{dim} {mask}", DTYPES)
             for dim in DIMS[:2]
             for mask in MASKS
-            for length in LENGTHS[:4]
+            for length in LENGTHS[:2]
         ]
         + _masked(_SMALL_CPU, DTYPES),
         small=_masked(_SMALL_CPU, DTYPES) + _blocks(_BLOCKS_CPU, DTYPES),

@@ -1,6 +1,7 @@
 """Measures the training of GPT-2 on a GPU, with each implementation and with standard attention (a score matrix).
 
-The command is `pytest tests/bench/test_training_speed.py --benchmark-only`; `--impl` narrows it.
+The command is `pytest tests/bench/test_training_speed.py --benchmark-only`; `--impl` narrows it. A run of all
+benchmarks includes it with `--thorough`.
 
 A step is a forward, a backward and a step of AdamW, under autocast to bfloat16 with float32 weights. A batch holds
 16384 tokens, or one sequence if that is longer. Where it does not fit into memory, it is halved until it does, and the
@@ -10,6 +11,7 @@ holds tokens per second, the peak memory, both beside standard attention, and th
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,12 +23,13 @@ from torch.nn import functional
 
 from flashproof import loading
 from flashproof.cases import Case, not_claimed
+from flashproof.impls.catalogue import STANDARD
 from flashproof.impls.spec import Implementation
 from flashproof.nn import GPT, GPT2, Configuration
-from flashproof.session import STATE
-from flashproof.tests.bench.test_speed import CLOCK
+from flashproof.session import STATE, Session
+from flashproof.tests.bench import settings
+from flashproof.tests.bench.timing import CLOCK, report
 
-STANDARD = "sdpa.math"
 MODELS = ("124M", "350M", "774M", "1.5B", "2.7B")
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 TOKENS = 16384
@@ -173,15 +176,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for model in MODELS
         for length in LENGTHS
         for target in session.selection.targets
-        if session.times and target.device == "cuda" and target.dtype == "bfloat16" and not target.missing
+        if target.device == "cuda" and target.dtype == "bfloat16" and not target.missing
         if target.implementation and _claims(target.implementation, sized(model, length))
     ]
+    reason = _left_out(metafunc.config, session)
+    if not found and not reason:
+        reason = "nothing that was asked for claims a training" if torch.cuda.is_available() else "CUDA: no device"
     parameters = [pytest.param(*each, marks=pytest.mark.gpu) for each in found]
-    if not found:
-        here = "nothing that was asked for claims a training" if torch.cuda.is_available() else "CUDA: no device"
-        reason = here if session.times else "timed when asked for: --benchmark-only"
+    if reason:
         parameters = [pytest.param("", "", 0, marks=pytest.mark.skip(reason=reason), id="none")]
     metafunc.parametrize(("name", "model", "length"), parameters)
+
+
+def _left_out(config: pytest.Config, session: Session) -> str:
+    """Why a run times no training. Empty if it does."""
+    if not session.times:
+        return settings.NOT_ASKED
+    is_named = any(Path(str(word).partition("::")[0]).resolve() == Path(__file__).resolve() for word in config.args)
+    return "" if is_named or session.selection.thorough else "timed with --thorough, or if the command names this file"
 
 
 def _claims(implementation: Implementation, configuration: Configuration) -> bool:
@@ -203,13 +215,8 @@ def test_training_speed(benchmark: BenchmarkFixture, name: str, model: str, leng
     if (model, length) not in _standard:
         _standard[model, length] = fitting(configuration, loading.load(STANDARD), ROUNDS, "cuda")
     standard = _standard[model, length]
-    steps = iter(found.seconds)
-
-    def target() -> None:
-        CLOCK.now += next(steps)
-
     benchmark.group = f"training, {model}, {length} tokens"
-    benchmark.pedantic(target, rounds=len(found.seconds), warmup_rounds=0)
+    report(benchmark, found.seconds)
     benchmark.extra_info |= {
         "implementation": name,
         "model": model,
