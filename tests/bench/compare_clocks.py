@@ -1,0 +1,73 @@
+"""Compares the clock of the benchmarks with `triton.testing.do_bench`, on a GPU.
+
+    python -m flashproof.tests.bench.compare_clocks [NAME...]
+
+For each implementation and direction, it prints the median of both clocks in milliseconds, and their difference. Both
+measure between two events, with a cold L2 cache. The exit status is 1 if a difference is above 3 %, or if there is no
+GPU.
+"""
+
+import sys
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from flashproof import loading
+from flashproof.cases import Case
+from flashproof.tests.bench import calls, settings, timing
+from flashproof.tests.bench.calls import DIRECTIONS, Calls, Direction
+
+NAMES = ("sdpa.flash", "sdpa.cudnn", "triton.fa2", "cuda.fa2")
+LINE = f"{settings.line(4096, 128, 'causal')} float16"
+AGREEMENT = 0.03  # the largest difference, as a share of do_bench's time
+ROUNDS = 50
+
+
+class Compared(NamedTuple):
+    """The seconds of both clocks for one call."""
+
+    name: str
+    direction: Direction
+    ours: float
+    theirs: float
+
+    @property
+    def difference(self) -> float:
+        """The difference as a share of the time by do_bench."""
+        return self.ours / self.theirs - 1
+
+    def __str__(self) -> str:
+        mark = "" if abs(self.difference) <= AGREEMENT else "  not within 3 %"
+        times = f"{1e3 * self.ours:8.4f} ms by events, {1e3 * self.theirs:8.4f} ms by do_bench"
+        return f"{self.name:20} {self.direction:8} {times}, {100 * self.difference:+.1f} %{mark}"
+
+
+def compare(call: timing.Call) -> tuple[float, float]:
+    """The median seconds of a call by the clock of the benchmarks, and by do_bench."""
+    from triton.testing import do_bench
+
+    for _ in range(2):
+        timing.seconds(call, "cuda")
+    ours = median(timing.seconds(call, "cuda") for _ in range(ROUNDS))
+    return ours, do_bench(call, return_mode="median") / 1e3
+
+
+def main(names: Sequence[str]) -> int:
+    """Prints a line for each call. Returns the exit status."""
+    if not torch.cuda.is_available():
+        print("CUDA: no device, so there is no clock to compare", file=sys.stderr)
+        return 1
+    given = calls.given(Case.parse(LINE), "cuda")
+    print(f"{torch.cuda.get_device_name()}, {LINE}")
+    found = []
+    for name in names or NAMES:
+        for direction in DIRECTIONS:
+            found.append(Compared(name, direction, *compare(Calls(loading.load(name), given).of(direction))))
+            print(found[-1], flush=True)
+    return int(any(abs(one.difference) > AGREEMENT for one in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
