@@ -7,10 +7,12 @@ by shape as well as by colour. The classes of the elements are coloured in templ
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
 
 from markupsafe import Markup
 
-from flashproof.reports.drawing import Drawing, Point, Scale, powers
+from flashproof.reports.drawing import Drawing, Point, Scale, powers, steps
 from flashproof.reports.evidence import Judged, size
 from flashproof.reports.tables import Growth, Series, lean
 from flashproof.reports.wording import TITLES, bytes_, rho, scientific
@@ -19,6 +21,7 @@ FOOT, TOP = 1e-4, 1e5  # of every chart of rho: a smaller or larger rho is drawn
 ALLCLOSE = 1e-2  # the absolute tolerance that tutorials compare attention with
 SHAPES = {"passed": "circle", "failed": "triangle", "known defect": "diamond", "refused": "square"}
 MARKS = ("circle", "square", "triangle", "diamond", "cross")
+LETTER = 6.8  # pixels: the width of a letter of a chart, at most
 
 # Where exponentials overflow or underflow: the largest argument of exp in float16 and float32, the smallest one whose
 # float32 result is not 0, the largest argument of exp2 in float32, and the largest float16.
@@ -208,12 +211,17 @@ def lines(
     height: float = 210,
     rule: tuple[float, str] | None = None,
 ) -> Markup:
-    """Lines over one axis, each with its name at its end.
+    """Lines over one axis. Their names stand at the right, each with its mark, in the order of their last values.
+
+    Where there are many lines, only their last points are marked.
 
     axes: the titles of x and y. up: the domain of y; its pixels are set here. ticks, places: the labels of y and x.
     rule: a line across, with its name.
     """
-    left, top, right, foot = 62.0, 22.0, 128.0, 38.0
+    least = 13.0  # between two names
+    height = max(height, least * (len(traces) + bool(rule)))
+    left, top, foot = 62.0, 22.0, 38.0
+    right = 22 + LETTER * max(len(name) for name in [*(trace.name for trace in traces), rule[1] if rule else ""])
     drawing = Drawing(left + width + right, top + height + foot, label)
     up = up._replace(start=top + height, end=top)
     xs = [x for trace in traces for x, _ in trace.points]
@@ -225,21 +233,25 @@ def lines(
     for value, name in places:
         drawing.words(across(value), top + height + 14, name, "tick", "middle")
     drawing.words(left + width / 2, top + height + 32, axes[0], "soft", "middle")
+    many = sum(len(trace.points) > 1 for trace in traces) > 6
+    names: list[_Name] = []
     if rule:
         drawing.line((left, up(rule[0])), (left + width, up(rule[0])), "bound")
-        drawing.words(left + width + 6, up(rule[0]) + 3.5, rule[1], "tick")
-    ends: list[tuple[float, str, str]] = []
+        names.append(_Name(up(rule[0]), rule[1], "tick", ""))
     for index, trace in enumerate(traces):
         kind = f"{trace.kind} c{index % 6}" if trace.kind == "series" else trace.kind
         shape = MARKS[index % len(MARKS)]
         for run in _runs(trace.points):
             drawing.curve([(across(x), up(y)) for x, y in run], f"line {kind}")
-            drawing.marks(shape, [(across(x), up(y)) for x, y in run], f"mark {kind}", 2.6)
+            marked = run[-1:] if many else run
+            drawing.marks(shape, [(across(x), up(y)) for x, y in marked], f"mark {kind}", 2.6)
         drawing.marks("cross", [(across(x), top + 5) for x, y in trace.points if y is None], "mark broken", 3)
-        if known := [(x, y) for x, y in trace.points if y is not None]:
-            ends.append((up(known[-1][1]), trace.name, kind))
-    for y, name, kind in _apart(ends, 13, top + height + 4):
-        drawing.words(left + width + 6, y + 3.5, name, f"name {kind}")
+        if known := [y for _, y in trace.points if y is not None]:
+            names.append(_Name(up(known[-1]), trace.name, kind, shape))
+    for one in _apart(names, least, top + height):
+        if one.shape:
+            drawing.marks(one.shape, [(left + width + 10, one.y)], f"mark {one.kind}", 2.6)
+        drawing.words(left + width + 18, one.y + 3.5, one.name, f"name {one.kind}" if one.shape else one.kind)
     return drawing.svg()
 
 
@@ -253,21 +265,24 @@ def _runs(points: Sequence[tuple[float, float | None]]) -> list[list[Point]]:
     return [run for run in runs if run]
 
 
-def _apart(ends: list[tuple[float, str, str]], least: float, bottom: float) -> list[tuple[float, str, str]]:
-    """Moves labels so that no two overlap."""
-    moved: list[tuple[float, str, str]] = []
-    for y, name, kind in sorted(ends):
-        moved.append((max(y, moved[-1][0] + least) if moved else y, name, kind))
-    if moved and (over := moved[-1][0] - bottom) > 0:
-        low = bottom
-        for index in range(len(moved) - 1, -1, -1):
-            y, name, kind = moved[index]
-            moved[index] = (min(y, low), name, kind)
-            low = moved[index][0] - least
-            if index and moved[index - 1][0] <= low:
-                break
-        del over
-    return moved
+class _Name(NamedTuple):
+    """A name beside a chart: its height, its text, its class, and the shape of its mark."""
+
+    y: float
+    name: str
+    kind: str
+    shape: str
+
+
+def _apart(names: Sequence[_Name], least: float, bottom: float) -> list[_Name]:
+    """Moves names so that no two overlap and none is below the bottom. Their order by height stays."""
+    order = sorted(names)
+    heights: list[float] = []
+    for one in order:
+        heights.append(max(one.y, heights[-1] + least) if heights else one.y)
+    for index in reversed(range(len(heights))):
+        heights[index] = min(heights[index], bottom - least * (len(heights) - 1 - index))
+    return [one._replace(y=y) for one, y in zip(order, heights, strict=True)]
 
 
 def magnitudes(curves: Sequence[tuple[str, str, Sequence[tuple[float, Judged]]]], title: str, label: str) -> Markup:
@@ -483,31 +498,80 @@ def scatter(points: Sequence[tuple[str, float, float]], label: str, axes: tuple[
     across = Scale(min(errors) / 1.5, max(errors) * 1.5, left, left + width)
     up = Scale(0, max(speeds) * 1.08, top + height, top, "linear")
     drawing.words(left - 48, 11, axes[1], "soft")
-    step = 10.0 ** math.floor(math.log10(max(speeds)))
-    for value in [step * k for k in range(1, 11) if step * k <= max(speeds) * 1.08]:
+    for value, tick in steps(max(speeds) * 1.08):
         drawing.line((left, up(value)), (left + width, up(value)), "grid")
-        drawing.words(left - 6, up(value) + 3.5, f"{value:g}", "tick", "end")
+        drawing.words(left - 6, up(value) + 3.5, tick, "tick", "end")
     low, high = across.low, across.high
     bases = (1, 1.5, 2, 3, 4, 5, 7) if high / low < 20 else (1, 3)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [base * 10.0**power for power in decades for base in bases]
     last = -math.inf
-    for value in ticks:
+    for value in [base * 10.0**power for power in decades for base in bases]:
         if low <= value <= high and across(value) - last > 44:
             last = across(value)
             drawing.line((last, top), (last, top + height), "grid")
             drawing.words(last, top + height + 14, scientific(value), "tick", "middle")
     drawing.words(left + width / 2, top + height + 34, axes[0], "soft", "middle")
-    taken: list[Point] = []
-    for index, (name, error, speed) in enumerate(sorted(points, key=lambda point: -point[2])):
-        x, y = across(error), up(speed)
-        drawing.marks(MARKS[index % 4], [(x, y)], f"mark series c{index % 6}", 4)
-        at = y + 3.5
-        while any(abs(at - other) < 12 and abs(x - place) < 80 for place, other in taken):
-            at += 12
-        taken.append((x, at))
-        drawing.words(x + 9, at, name, "tick halo")
+    order = sorted(points, key=lambda point: -point[2])
+    marks = [(across(error), up(speed)) for _, error, speed in order]
+    for index, place in enumerate(marks):
+        drawing.marks(MARKS[index % 4], [place], f"mark series c{index % 6}", 4)
+    edges = Box(left, top - 8, drawing.width, top + height)
+    for (x, y), label_, (name, _, _) in zip(
+        marks, _labels(marks, [name for name, _, _ in order], edges), order, strict=True
+    ):
+        if abs(label_.y - y) > 16:
+            drawing.line((x, y), (label_.x - 2 if label_.anchor == "start" else label_.x + 2, label_.y - 3.5), "grid")
+        drawing.words(label_.x, label_.y, name, "tick halo", label_.anchor)
     return drawing.svg()
+
+
+class Box(NamedTuple):
+    """A rectangle in pixels."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def meets(self, other: "Box") -> bool:
+        """Whether the two overlap."""
+        return (
+            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+        )
+
+    def holds(self, other: "Box") -> bool:
+        """Whether the other lies inside."""
+        return (
+            self.left <= other.left
+            and other.right <= self.right
+            and self.top <= other.top
+            and other.bottom <= self.bottom
+        )
+
+
+class _Label(NamedTuple):
+    x: float
+    y: float
+    anchor: str
+
+
+def _labels(marks: Sequence[Point], names: Sequence[str], edges: Box) -> list[_Label]:
+    """A place for the name of each mark: the nearest one where it covers no mark and no other name."""
+    taken = [Box(x - 5, y - 5, x + 5, y + 5) for x, y in marks]
+    found = []
+    for (x, y), name in zip(marks, names, strict=True):
+        wide = LETTER * len(name)
+        shifts = sorted(range(-120, 121, 6), key=abs)
+        label, box = _Label(x + 9, y + 3.5, "start"), edges
+        for shift, side in product(shifts, ("start", "end")):
+            start = x + 9 if side == "start" else x - 9 - wide
+            box = Box(start, y + shift - 6, start + wide, y + shift + 6)
+            if edges.holds(box) and not any(box.meets(other) for other in taken):
+                label = _Label(start if side == "start" else start + wide, y + shift + 3.5, side)
+                break
+        taken.append(box)
+        found.append(label)
+    return found
 
 
 # -------------------------------------------------------------------------------------------- the matrix of the mutants

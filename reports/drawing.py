@@ -139,6 +139,13 @@ def _mark(shape: str, x: float, y: float, r: float) -> str:
     return f"M{_points([(x - r, y - r), (x + r, y + r)])}M{_points([(x - r, y + r), (x + r, y - r)])}"
 
 
+def steps(most: float, count: int = 5) -> Sized:
+    """About `count` ticks from 0 to `most`, at round numbers."""
+    power = 10.0 ** math.floor(math.log10(most / count))
+    step = next(power * base for base in (1, 2, 5, 10) if power * base * (count + 0.5) >= most)
+    return [(step * k, f"{step * k:g}") for k in range(int(most / step + 1e-9) + 1)]
+
+
 def powers(low: float, high: float, step: int = 1) -> Sized:
     """Ticks at the powers of ten from low to high, every `step` decades, so that 1 is one of them."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)

@@ -50,6 +50,7 @@ def values(evidence: Evidence, timings: Sequence[Timing]) -> dict[str, Any]:
 
 def _speeds(timings: Sequence[Timing]) -> tuple[dict[tuple[str, str], list[float | None]], str, float]:
     """The speeds beside the matrix: of the setting in float16 in which most implementations were timed."""
+    timings = [t for t in timings if t.blocks is None]
     forward = [t for t in timings if t.direction == "forward" and t.dtype == "float16"]
     if not forward:
         return {}, "", 1.0

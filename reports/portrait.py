@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from flashproof.reports import badges, casefile, charts, claims, front, overview, tables, wording
+from flashproof.impls.catalogue import STANDARD
+from flashproof.reports import badges, casefile, charts, claims, front, overview, tables, throughput, wording
 from flashproof.reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, dtype_order, severity, size
 from flashproof.reports.record import Environment
 from flashproof.reports.speed import Timing
@@ -289,12 +290,14 @@ def _traffic(kernel: Kernel) -> list[tuple[str, Markup, list[Any]]]:
 def _beside(own: list[Timing], every: Sequence[Timing], kernel: Kernel) -> dict[str, Any]:
     """The speeds of an implementation, each with the fastest other one that was timed in the same setting."""
     rows = []
-    for timing in sorted(
-        own, key=lambda t: (t.direction == "backward", dtype_order(t.dtype), t.causal, t.dim, t.length)
-    ):
-        same = [t for t in every if (t.group, t.length, t.device) == (timing.group, timing.length, timing.device)]
+    by_setting: defaultdict[tuple[object, ...], list[Timing]] = defaultdict(list)
+    for timing in every:
+        by_setting[timing.setting].append(timing)
+    for timing in sorted(own, key=throughput.order):
+        same = by_setting[timing.setting]
         best = max((t for t in same if t.implementation != kernel.name), key=lambda t: t.tflops, default=None)
-        rows.append((timing, best))
+        standard = next((t for t in same if t.implementation == STANDARD != kernel.name), None)
+        rows.append((timing, best, standard))
     return {"rows": rows}
 
 

@@ -3,10 +3,9 @@
 import json
 import re
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).absolute().parent / "benchmarks"  # the committed measurements, in a clone
 
@@ -21,12 +20,28 @@ def ceiling(device: str, dtype: str) -> float | None:
     return next((peaks.get(dtype) for chip, peaks in CEILINGS.items() if chip in device), None)
 
 
+class Group(NamedTuple):
+    """What timings of different lengths share that may be compared. tokens: of a batch."""
+
+    direction: str
+    dtype: str
+    causal: bool
+    dim: int
+    tokens: int
+    heads: int
+
+    def __str__(self) -> str:
+        return f"{self.direction}, {self.dtype}, head dim {self.dim}{', causal' if self.causal else ''}"
+
+
 @dataclass(frozen=True)
 class Timing:
     """One measured speed.
 
     seconds: the median of one call. source: the file. date: when it was measured. baseline: the implementation that was
-    timed in turn with it. ratio: the time of the baseline over this one.
+    timed in turn with it. ratio: the time of the baseline over this one. memory_bytes: the most bytes in use at once,
+    beyond inputs and results. blocks: the share of the blocks that a block mask keeps; None without a block mask. note:
+    what the source says about how it was measured.
     """
 
     implementation: str
@@ -45,6 +60,8 @@ class Timing:
     baseline: str = ""
     ratio: float | None = None
     memory_bytes: int | None = None
+    blocks: float | None = None
+    note: str = ""
 
     @property
     def ceiling(self) -> float | None:
@@ -52,35 +69,54 @@ class Timing:
         return ceiling(self.device, self.dtype)
 
     @property
-    def group(self) -> tuple[str, str, bool, int]:
-        """What may be compared: direction, dtype, mask and head dim."""
-        return self.direction, self.dtype, self.causal, self.dim
+    def tokens(self) -> int:
+        """The tokens of a batch."""
+        return self.batch * self.length
+
+    @property
+    def group(self) -> Group:
+        """What may stand in one chart over length."""
+        return Group(self.direction, self.dtype, self.causal, self.dim, self.tokens, self.heads)
+
+    @property
+    def setting(self) -> tuple[object, ...]:
+        """What two timings share that may be divided by one another."""
+        return self.device, self.group, self.length, self.blocks
+
+    @property
+    def mask(self) -> str:
+        """The mask in words."""
+        return (
+            f"{100 * self.blocks:.3g} % of blocks" if self.blocks is not None else "causal" if self.causal else "none"
+        )
+
+    @property
+    def matrix_bytes(self) -> int:
+        """The bytes of the full matrix of scores, in the dtype of the inputs."""
+        return self.batch * self.heads * self.length**2 * (4 if self.dtype == "float32" else 2)
 
 
 def committed() -> list[Timing]:
     """The timings in the folder of committed measurements. Empty where there is none.
 
-    The folder may hold measurements of other kinds, which are passed over.
+    Raises ValueError, which names the file, for a file that holds none.
     """
-    found: list[Timing] = []
-    for path in sorted(FOLDER.glob("*.json")):
-        with suppress(ValueError):
-            found += read(path)
-    return latest(found)
+    return latest(timing for path in sorted(FOLDER.glob("*.json")) for timing in read(path))
 
 
 def latest(timings: Iterable[Timing]) -> list[Timing]:
     """The timings without those that a later one of the same implementation in the same setting replaces."""
-    found: dict[tuple[object, ...], Timing] = {}
-    for timing in sorted(timings, key=lambda timing: timing.date):
-        found[timing.implementation, timing.device, timing.group, timing.length, timing.batch, timing.heads] = timing
+    found = {
+        (timing.implementation, timing.setting): timing for timing in sorted(timings, key=lambda timing: timing.date)
+    }
     return list(found.values())
 
 
 def read(path: Path) -> list[Timing]:
     """The timings of a file: of pytest-benchmark's JSON, or of a measurement with "results".
 
-    Benchmarks without a throughput are left out. Raises ValueError, which names the file, for other content.
+    Benchmarks without a throughput, such as those of the oracles, are left out. Raises ValueError, which names the
+    file, for other content.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -88,11 +124,7 @@ def read(path: Path) -> list[Timing]:
             found = [_benchmark(one, path.name, content.get("datetime", "")) for one in content["benchmarks"]]
         else:
             device = content["gpu"]
-            found = [
-                timing
-                for one in content["results"]
-                for timing in _result(one, device, path.name, content.get("date", ""))
-            ]
+            found = [timing for one in content["results"] for timing in _result(one, device, path.name, content)]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: holds no benchmarks ({error!r})") from error
     return [timing for timing in found if timing]
@@ -106,7 +138,7 @@ def _benchmark(one: dict[str, Any], source: str, date: str) -> Timing | None:
         return None
     return Timing(
         implementation=about.get("implementation") or parameters["name"],
-        device=about.get("gpu", ""),
+        device=about.get("device") or about.get("gpu", ""),
         dtype=parameters["dtype"],
         direction=parameters["direction"],
         causal="causal" in line,
@@ -121,10 +153,11 @@ def _benchmark(one: dict[str, Any], source: str, date: str) -> Timing | None:
         baseline=about.get("baseline", ""),
         ratio=about.get("ratio"),
         memory_bytes=about.get("peak_memory"),
+        blocks=float(blocks[1]) if (blocks := re.search(r"\bblocks([\d.e-]+)", line)) else None,
     )
 
 
-def _result(one: dict[str, Any], device: str, source: str, date: str) -> Iterable[Timing]:
+def _result(one: dict[str, Any], device: str, source: str, about: dict[str, Any]) -> Iterable[Timing]:
     for name, tflops in one["tflops"].items():
         others = [other for other in one["tflops"] if other != name]
         yield Timing(
@@ -140,7 +173,9 @@ def _result(one: dict[str, Any], device: str, source: str, date: str) -> Iterabl
             seconds=one["seconds"][name]["median"],
             tflops=tflops,
             source=source,
-            date=date,
+            date=about.get("date", ""),
             baseline=others[0] if others else "",
             ratio=tflops / one["tflops"][others[0]] if others else None,
+            blocks=one.get("blocks"),
+            note=about.get("note", ""),
         )

@@ -2,128 +2,342 @@
 
 import math
 from collections import Counter, defaultdict
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
+from flashproof.impls.catalogue import PEERS, STANDARD
 from flashproof.reports import charts, errors, wording
-from flashproof.reports.drawing import Scale
+from flashproof.reports.drawing import Scale, steps
 from flashproof.reports.evidence import Evidence, dtype_order
 from flashproof.reports.record import Memory
-from flashproof.reports.speed import Timing
+from flashproof.reports.speed import Group, Timing
+
+Groups = dict[tuple[str, Group], list[Timing]]  # by device and group
+
+
+class Chart(NamedTuple):
+    """A chart of the page: what it shows, on which device, and the drawing."""
+
+    title: str
+    device: str
+    svg: Markup
 
 
 def values(timings: list[Timing], evidence: Evidence) -> dict[str, Any]:
     """The values of the template speed.html."""
-    groups: defaultdict[tuple[str, tuple[str, str, bool, int]], list[Timing]] = defaultdict(list)
-    for timing in timings:
-        groups[timing.device, timing.group].append(timing)
-    sweeps, compared = [], []
-    for (device, group), every in groups.items():
-        direction, dtype, causal, dim = group
-        title = f"{direction}, {dtype}, head dim {dim}{', causal' if causal else ''}"
-        by_name: defaultdict[str, dict[int, float]] = defaultdict(dict)
-        for timing in every:
-            by_name[timing.implementation][timing.length] = timing.tflops
-        if max(len(points) for points in by_name.values()) > 1:
-            sweeps.append((device, title, _throughput(by_name, every[0].ceiling, f"{title} on {device}")))
-        lengths = Counter(timing.length for timing in every)
-        length, count = max(lengths.items(), key=lambda pair: (pair[1], pair[0]))
-        if count > 2:
-            here = sorted((t for t in every if t.length == length), key=lambda t: -t.tflops)
-            rows = [(t.implementation, t.tflops, _pace(t)) for t in here]
-            label = (
-                f"{title}, {length} tokens on {device}: {rows[0][0]} is the fastest with {here[0].tflops:.0f} TFLOP/s"
-            )
-            compared.append((device, f"{title}, {length} tokens", charts.bars(rows, label, here[0].ceiling)))
-    order = sorted(
-        timings, key=lambda t: (t.direction == "backward", dtype_order(t.dtype), t.causal, t.dim, t.length, -t.tflops)
-    )
+    dense = [t for t in timings if t.blocks is None]
+    groups = _groups(dense)
+    first, others = _sweeps(groups)
     return {
-        "sweeps": sweeps,
-        "compared": compared,
+        "lead": _lead(dense),
+        "sweeps": first,
+        "more_sweeps": others,
+        "compared": _compared(groups),
         "scatters": _scatters(groups, evidence),
-        "standard": _beside_the_standard(timings, evidence),
-        "timings": order,
+        "sparse": _sparse([t for t in timings if t.blocks is not None]),
+        "generations": _generations(dense),
+        "standard": _beside_the_standard(dense, evidence),
+        "figures_of_all": _figures(timings),
+        "lengths": sorted({t.length for t in timings}),
         "sources": sorted({t.source for t in timings}),
     }
 
 
-Groups = dict[tuple[str, tuple[str, str, bool, int]], list[Timing]]
+def order(timing: Timing) -> tuple[object, ...]:
+    """The order of a table: by device, direction, dtype, mask, head dim, length and speed."""
+    return (
+        timing.device,
+        timing.direction == "backward",
+        dtype_order(timing.dtype),
+        timing.blocks is not None,
+        timing.causal,
+        timing.dim,
+        timing.length,
+        -timing.tflops,
+    )
 
 
-def _scatters(groups: Groups, evidence: Evidence) -> list[tuple[str, Markup]]:
+def _groups(timings: Sequence[Timing]) -> Groups:
+    """The timings by device and group. The backward of a setting follows its forward."""
+    groups: Groups = defaultdict(list)
+    for timing in sorted(timings, key=order):
+        groups[timing.device, timing.group].append(timing)
+    return dict(sorted(groups.items(), key=lambda pair: _place(pair[1][0])))
+
+
+def _place(timing: Timing) -> tuple[object, ...]:
+    """The order of charts, in which the backward of a setting follows its forward."""
+    return timing.device, dtype_order(timing.dtype), timing.causal, timing.dim, timing.direction == "backward"
+
+
+def _pace(timing: Timing) -> str:
+    share = f", {100 * timing.tflops / timing.ceiling:.0f} %" if timing.ceiling else ""
+    return f"{wording.number(timing.tflops, 3)} TFLOP/s{share}"
+
+
+def _lead(timings: Sequence[Timing]) -> str:
+    """The fastest forward and backward, in words."""
+    found = []
+    for direction in ("forward", "backward"):
+        best = max((t for t in timings if t.direction == direction), key=lambda t: t.tflops, default=None)
+        if best:
+            share = f" ({100 * best.tflops / best.ceiling:.0f} % of the chip's peak)" if best.ceiling else ""
+            where = f"{best.dtype}, {best.length} tokens, head dim {best.dim}{', causal' if best.causal else ''}"
+            found.append(
+                f"The fastest {direction} is that of {best.implementation}: "
+                f"{wording.number(best.tflops, 3)} TFLOP/s{share} in {where}, on {best.device}."
+            )
+    return " ".join(found)
+
+
+# ------------------------------------------------------------------------------------------------- throughput, length
+
+
+def _sweeps(groups: Groups) -> tuple[list[Chart], list[Chart]]:
+    """Throughput over length: the settings of each dtype with most measurements, and the other settings."""
+    swept = {place: every for place, every in groups.items() if _most_lengths(every) > 1}
+    total: Counter[tuple[str, str]] = Counter()
+    for (device, group), every in swept.items():
+        total[device, group.dtype] += len(every)
+    chosen: dict[tuple[str, str, str], Group] = {}
+    # The dtype with most measurements is first, and of it the setting with most, and of these the largest head dim.
+    for device, group in sorted(swept, key=lambda place: (len(swept[place]), place[1].dim), reverse=True):
+        chosen.setdefault((device, group.dtype, group.direction), group)
+    first: list[Chart] = []
+    others: list[Chart] = []
+    for device, group in sorted(swept, key=lambda place: -total[place[0], place[1].dtype]):
+        chart = Chart(str(group), device, _throughput(swept[device, group], f"{group} on {device}"))
+        (first if group in chosen.values() else others).append(chart)
+    return first, others
+
+
+def _most_lengths(timings: Sequence[Timing]) -> int:
+    lengths = {(t.implementation, t.length) for t in timings}
+    return max(Counter(name for name, _ in lengths).values())
+
+
+def _commonest(timings: Sequence[Timing]) -> tuple[int, int]:
+    """The length at which most were timed, or the longest of several, and how many were."""
+    counts = Counter(timing.length for timing in timings)
+    return max(counts.items(), key=lambda pair: (pair[1], pair[0]))
+
+
+def _throughput(timings: Sequence[Timing], title: str) -> Markup:
+    """TFLOP/s over length, a line for each implementation, and the chip's ceiling as a line across."""
+    by_name: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    for timing in timings:
+        by_name[timing.implementation][timing.length] = timing.tflops
+    ceiling = timings[0].ceiling
+    most = max([ceiling or 0.0, *(t.tflops for t in timings)])
+    best = max(timings, key=lambda t: (t.length, t.tflops))
+    lengths = sorted({t.length for t in timings})
+    return charts.lines(
+        [
+            charts.Trace(name, tuple((float(length), tflops) for length, tflops in sorted(points.items())))
+            for name, points in by_name.items()
+        ],
+        f"TFLOP/s over sequence length, {title}: at {best.length} tokens {best.implementation} is the fastest "
+        f"with {_pace(best)}{' of what the chip can do' if ceiling else ''}",
+        ("sequence length", "TFLOP/s"),
+        up=Scale(0, most * 1.03, 0, 0, "linear"),
+        ticks=steps(most * 1.03),
+        places=[(float(length), charts.short(length)) for length in lengths],
+        rule=(ceiling, f"the chip, {ceiling:.0f}") if ceiling else None,
+        width=300,
+    )
+
+
+def _compared(groups: Groups) -> list[Chart]:
+    """All implementations at one length: for each device, direction and dtype, where most were timed."""
+    found: dict[tuple[str, str, str], tuple[int, Chart]] = {}
+    for (device, group), every in groups.items():
+        length, count = _commonest(every)
+        if count <= max(2, found.get((device, group.direction, group.dtype), (0,))[0]):
+            continue
+        here = sorted((t for t in every if t.length == length), key=lambda t: -t.tflops)
+        title = f"{group}, {length} tokens"
+        label = f"{title} on {device}: {here[0].implementation} is the fastest with {_pace(here[0])}"
+        rows = [(t.implementation, t.tflops, _pace(t)) for t in here]
+        found[device, group.direction, group.dtype] = (
+            count,
+            Chart(title, device, charts.bars(rows, label, here[0].ceiling)),
+        )
+    return [chart for _, chart in found.values()]
+
+
+# --------------------------------------------------------------------------------------------------- speed, accuracy
+
+
+def _scatters(groups: Groups, evidence: Evidence) -> list[Chart]:
     """Speed against accuracy: the forward against the errors of out, and the backward against those of dV."""
     accuracy = {(row.kernel.name, row.dtype, row.tensor): row.spread for row in errors.rows(evidence) if row.spread}
     found = []
     for wanted, tensor in (("forward", "out"), ("backward", "dv")):
-        best: tuple[str, list[tuple[str, float, float]]] = ("", [])
-        for (device, (direction, dtype, causal, dim)), every in groups.items():
-            length = Counter(t.length for t in every).most_common(1)[0][0]
+        best: tuple[str, str, list[tuple[str, float, float]]] = ("", "", [])
+        for (device, group), every in groups.items():
+            length, _ = _commonest(every)
             points = [
                 (t.implementation, spread.absolute[1], t.tflops)
                 for t in every
-                if t.length == length and (spread := accuracy.get((t.implementation, dtype, tensor)))
+                if t.length == length and (spread := accuracy.get((t.implementation, group.dtype, tensor)))
             ]
-            about = f"{direction}, {dtype}, {length} tokens, head dim {dim}{', causal' if causal else ''}, {device}"
-            if direction == wanted and len(points) > len(best[1]):
-                best = about, [point for point in points if point[1] > 0]
-        if len(best[1]) > 1:
+            if group.direction == wanted and len(points) > len(best[2]):
+                best = f"{group}, {length} tokens", device, [point for point in points if point[1] > 0]
+        title, device, points = best
+        if len(points) > 1:
             axes = (
                 f"median error of {wording.TITLES[tensor]} on common cases; left is better",
                 "TFLOP/s; up is better",
             )
-            found.append((best[0], charts.scatter(best[1], f"speed against accuracy: {best[0]}", axes)))
+            label = (
+                f"speed against accuracy, {title} on {device}: the fastest is {max(points, key=lambda p: p[2])[0]}, "
+                f"the most accurate is {min(points, key=lambda p: p[1])[0]}"
+            )
+            found.append(Chart(title, device, charts.scatter(points, label, axes)))
     return found
 
 
-STANDARD = "sdpa.math"  # the textbook attention of PyTorch, which stores the matrix of scores
+# ----------------------------------------------------------------------------------------------------- block-sparse
 
 
-def _beside_the_standard(timings: list[Timing], evidence: Evidence) -> list[dict[str, Any]]:
-    """The table of the papers: milliseconds and bytes beside those of standard attention."""
-    standard = {(t.device, t.group, t.length, t.batch, t.heads): t for t in timings if t.implementation == STANDARD}
+def _sparse(timings: Sequence[Timing]) -> list[dict[str, Any]]:
+    """Time against the share of kept blocks: a chart and its table for each setting with several shares."""
+    groups: defaultdict[tuple[object, ...], list[Timing]] = defaultdict(list)
+    for timing in sorted(timings, key=order):
+        groups[timing.setting[:-1]].append(timing)
+    found = []
+    for every in groups.values():
+        shares = sorted({t.blocks for t in every if t.blocks is not None})
+        by_name: defaultdict[str, dict[float, Timing]] = defaultdict(dict)
+        for timing in every:
+            assert timing.blocks is not None
+            by_name[timing.implementation][timing.blocks] = timing
+        if len(shares) < 2:
+            continue
+        one, most = every[0], max(1e3 * t.seconds for t in every)
+        title = f"{one.group}, {one.length} tokens"
+        fastest = min((t for t in every if t.blocks == shares[0]), key=lambda t: t.seconds)
+        traces = [
+            charts.Trace(name, tuple((100 * share, 1e3 * t.seconds) for share, t in sorted(points.items())))
+            for name, points in by_name.items()
+        ]
+        svg = charts.lines(
+            traces,
+            f"milliseconds over the share of kept blocks, {title} on {one.device}: with {fastest.mask} "
+            f"{fastest.implementation} is the fastest with {wording.number(1e3 * fastest.seconds, 3)} ms",
+            ("kept blocks, %", "ms"),
+            up=Scale(0, most * 1.05, 0, 0, "linear"),
+            ticks=steps(most * 1.05),
+            places=[(100 * share, f"{100 * share:.0f}") for share in shares],
+            logarithmic=False,
+            width=300,
+        )
+        whole = {name: points[1.0].seconds for name, points in by_name.items() if 1.0 in points}
+        rows = [(share, [(points.get(share), whole.get(name)) for name, points in by_name.items()]) for share in shares]
+        found.append({"chart": Chart(title, one.device, svg), "names": list(by_name), "rows": rows, "note": one.note})
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- FA1 and FA2
+
+
+def _generations(timings: Sequence[Timing]) -> list[dict[str, Any]]:
+    """FlashAttention-1 against FlashAttention-2: the pairs of implementations that differ in nothing else."""
+    found = []
+    names = {t.implementation for t in timings}
+    pairs = {name: name.replace("fa1", "fa2") for name in names if "fa1" in name}
+    paired = {name for pair in pairs.items() for name in pair if set(pair) <= names}
+    groups = _groups([t for t in timings if t.implementation in paired])
+    for direction in ("forward", "backward"):
+        here = {group: every for group, every in groups.items() if group[1].direction == direction}
+        if not here:
+            continue
+        (device, group), every = max(
+            here.items(), key=lambda pair: (len(pair[1]), pair[0][1].dtype == "float16", pair[0][1].dim)
+        )
+        rows = []
+        for one in every:
+            other = next(
+                (t for t in every if t.implementation == pairs.get(one.implementation) and t.setting == one.setting),
+                None,
+            )
+            if other:
+                rows.append((one, other))
+        svg = (
+            _throughput(every, f"{group} on {device}")
+            if _most_lengths(every) > 1
+            else charts.bars(
+                [(t.implementation, t.tflops, _pace(t)) for t in every],
+                f"{group} on {device}: FlashAttention-1 beside FlashAttention-2",
+                every[0].ceiling,
+            )
+        )
+        found.append({"chart": Chart(str(group), device, svg), "rows": rows})
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ standard attention
+
+
+class Beside(NamedTuple):
+    """A row of the table that the papers and tutorials print. The bytes are those of one head."""
+
+    flash: Timing
+    standard: Timing | None
+    matrix_bytes: int
+    measured_bytes: int | None
+
+
+def _beside_the_standard(timings: Sequence[Timing], evidence: Evidence) -> list[dict[str, Any]]:
+    """Milliseconds and bytes beside standard attention: a table for each direction.
+
+    It shows the setting, and the implementation of the project, with the most rows, and among these the fastest.
+    """
+    standard = {t.setting: t for t in timings if t.implementation == STANDARD}
     memory: dict[tuple[str, str, str, str, int], Memory] = {
         (kernel.name, str(machine), record.dtype, record.direction, record.length): record
         for kernel in evidence.kernels
         for record, machine in kernel.memory
     }
-    rows = []
-    for t in sorted(timings, key=lambda t: (t.direction == "backward", t.dtype, t.causal, t.length, t.seconds)):
-        plain = standard.get((t.device, t.group, t.length, t.batch, t.heads))
-        if t.implementation != STANDARD and plain and t.dtype == "float16":
-            measured = memory.get((t.implementation, t.device, t.dtype, t.direction, t.length))
-            rows.append({"timing": t, "plain": plain, "memory": measured})
-    return rows
+    own: defaultdict[tuple[str, str, Group], list[Timing]] = defaultdict(list)
+    for t in timings:
+        if t.implementation not in PEERS and t.setting in standard:
+            own[t.implementation, t.device, t.group].append(t)
+    found = []
+    for direction in ("forward", "backward"):
+        here = [every for (_, _, group), every in own.items() if group.direction == direction]
+        if not here:
+            continue
+        every = max(here, key=lambda rows: (len(rows), -math.fsum(math.log(t.seconds) for t in rows)))
+        one = every[0]
+        same = [t for t in timings if t.implementation == one.implementation]
+        rows = []
+        for t in sorted(same, key=lambda t: t.length):
+            if (t.device, t.group) == (one.device, one.group):
+                record = memory.get((t.implementation, t.device, t.dtype, t.direction, t.length))
+                heads = t.batch * t.heads
+                measured = None if t.memory_bytes is None else t.memory_bytes // heads
+                if measured is None and record:
+                    measured = record.measured_bytes // record.heads
+                rows.append(Beside(t, standard.get(t.setting), t.matrix_bytes // heads, measured))
+        found.append({"title": str(one.group), "device": one.device, "name": one.implementation, "rows": rows})
+    return found
 
 
-def _pace(timing: Timing) -> str:
-    share = f", {100 * timing.tflops / timing.ceiling:.0f} %" if timing.ceiling else ""
-    return f"{timing.tflops:.0f} TFLOP/s{share}"
+# ------------------------------------------------------------------------------------------------------- all figures
 
 
-def _throughput(by_name: dict[str, dict[int, float]], ceiling: float | None, label: str) -> Markup:
-    traces = [
-        charts.Trace(name, tuple((float(length), tflops) for length, tflops in sorted(points.items())))
-        for name, points in by_name.items()
-        if len(points) > 1
-    ]
-    most = max([ceiling or 0.0] + [tflops for points in by_name.values() for tflops in points.values()])
-    step = 10.0 ** math.floor(math.log10(most)) * (
-        0.5
-        if most < 3 * 10.0 ** math.floor(math.log10(most))
-        else 2
-        if most > 6 * 10.0 ** math.floor(math.log10(most))
-        else 1
-    )
-    ticks = [(step * k, f"{step * k:g}") for k in range(12) if step * k <= most]
-    lengths = sorted({length for points in by_name.values() for length in points})
-    return charts.lines(
-        traces,
-        label,
-        ("sequence length", "TFLOP/s"),
-        up=Scale(0, most * 1.03, 0, 0, "linear"),
-        ticks=ticks,
-        places=[(float(length), charts.short(length)) for length in lengths],
-        rule=(ceiling, f"ceiling {ceiling:g}") if ceiling else None,
-    )
+class Figures(NamedTuple):
+    """A row of the table of all figures: the timings of an implementation in one setting, by length."""
+
+    one: Timing
+    by_length: dict[int, Timing]
+
+
+def _figures(timings: Sequence[Timing]) -> list[Figures]:
+    rows: dict[tuple[object, ...], dict[int, Timing]] = {}
+    for t in sorted(timings, key=order):
+        rows.setdefault((t.device, t.group, t.blocks, t.implementation), {})[t.length] = t
+    return [Figures(next(iter(by_length.values())), by_length) for by_length in rows.values()]

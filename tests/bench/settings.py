@@ -65,7 +65,7 @@ QUICK: dict[Device, Plan] = {
 THOROUGH: dict[Device, Plan] = {
     "cpu": Plan(
         usual=[
-            (f"b1 h4 q{length} k{length} d{dim} {mask}", DTYPES)
+            (f"b{1024 // length} h{256 // dim} q{length} k{length} d{dim} {mask}", DTYPES)
             for dim in DIMS[:2]
             for mask in MASKS
             for length in LENGTHS[:2]

@@ -3,10 +3,12 @@
 Every call returns the same records.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+from flashproof.cases import Case
 from flashproof.reports.record import (
     Absence,
     Claim,
@@ -25,6 +27,7 @@ from flashproof.reports.record import (
     append,
     figure,
 )
+from flashproof.tests.bench import settings
 
 CPU, GPU = "cpu run", "gpu run"
 HOSTILE = "<script>alert(1)</script>.py:\"attention'"
@@ -339,3 +342,36 @@ def write(path: Path, records: list[Record]) -> Path:
     for record in records:
         append(path, record)
     return path
+
+
+GPU_NAMES = (
+    *("triton.fa1", "triton.fa2", "triton.block_sparse", "cuda.fa1", "cuda.fa2", "cuda.fa3", "cuda.fa3_float32"),
+    *("cuda.block_sparse", "sdpa.math", "sdpa.flash", "sdpa.efficient", "sdpa.cudnn", "flex"),
+)
+
+
+def benchmarks(names: Sequence[str] = GPU_NAMES) -> dict[str, Any]:
+    """Returns the JSON of a thorough run of the benchmarks on a GPU, in which every name claims every setting."""
+    found = []
+    plan = settings.THOROUGH["cuda"]
+    for place, name in enumerate(names):
+        for words, dtypes in [*plan.usual, *plan.small]:
+            case = Case.parse(words)
+            operations = 4 * case.batch * case.heads * case.queries * case.keys * case.dim * (case.blocks or 1.0)
+            for dtype, direction in product(dtypes, ("forward", "backward")):
+                tflops = (60.0 + 40 * place) * (0.15 if dtype == "float32" else 1.0) * (case.queries / 16384) ** 0.2
+                found.append(
+                    {
+                        "params": {"name": name, "dtype": dtype, "direction": direction, "line": words},
+                        "extra_info": {
+                            "implementation": name,
+                            "device": "NVIDIA H200",
+                            "tflops": tflops,
+                            "ratio": 0.5,
+                            "baseline": "sdpa.cudnn",
+                            "peak_memory": case.batch * case.heads * case.queries * 4,
+                        },
+                        "stats": {"median": operations / tflops / 1e12},
+                    }
+                )
+    return {"datetime": "2026-02-01T10:00:00+00:00", "benchmarks": found}

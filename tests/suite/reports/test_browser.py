@@ -1,6 +1,7 @@
 """The pages in a browser: no error, no request, no overflow, a name for every image, and a script that works."""
 
 import importlib.util
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 
-from flashproof.reports import wording
+from flashproof.reports import speed, wording
+from flashproof.reports.evidence import gather
+from flashproof.reports.pages import write_pages
 from flashproof.tests.suite.reports import building
 
 if TYPE_CHECKING:
@@ -109,6 +112,35 @@ _CLIPPED = """
     return box.width > 0 && (box.right > innerWidth + 1 || box.left < -1);
 }).map(element => element.outerHTML.slice(0, 80))
 """
+
+
+# A script that finds texts of a chart that cover one another.
+_COVERED = """
+() => [...document.querySelectorAll(".chart svg")].flatMap(chart => {
+    const texts = [...chart.querySelectorAll("text")].map(text => [text.textContent, text.getBoundingClientRect()]);
+    return texts.flatMap(([one, a], place) => texts.slice(place + 1).filter(([, b]) =>
+        Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 &&
+        Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 4).map(([other]) => [one, other]));
+})
+"""
+
+
+def test_labels_of_speeds_do_not_overlap(browser: "Browser", tmp_path: Path) -> None:
+    records = building.write(
+        tmp_path / "run.jsonl",
+        [
+            building.environment(building.GPU),
+            *(building.judgement(name, building.GPU) for name in building.GPU_NAMES),
+        ],
+    )
+    (tmp_path / "speeds.json").write_text(json.dumps(building.benchmarks()))
+    write_pages(gather([records]), tmp_path / "site", speed.read(tmp_path / "speeds.json"))
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    page.goto((tmp_path / "site" / "speed.html").as_uri())
+    page.evaluate("for (const fold of document.querySelectorAll('details')) fold.open = true")
+    assert page.locator(".chart svg").count() > 40
+    assert page.evaluate(_COVERED) == []
+    page.close()
 
 
 def test_charts_are_readable_in_both_schemes(browser: "Browser", site: Path) -> None:

@@ -1,12 +1,16 @@
-"""Speeds are read from pytest-benchmark, and the later measurement of a setting counts."""
+"""Speeds are read from pytest-benchmark, the later measurement of a setting counts, and the page shows all of them."""
 
 import json
+import re
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+from markupsafe import Markup
 
-from flashproof.reports import speed
+from flashproof.reports import charts, speed, throughput
+from flashproof.reports.drawing import Scale, steps
 from flashproof.reports.evidence import gather
 from flashproof.reports.pages import write_pages
 from flashproof.tests.suite.reports import building
@@ -39,11 +43,32 @@ def test_what_has_no_throughput_is_left_out(tmp_path: Path) -> None:
     assert speed.read(write(tmp_path / "a.json", "2026-02-01", other)) == []
 
 
-def test_measurements_of_another_kind_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_committed_file_is_read() -> None:
+    files = sorted(speed.FOLDER.glob("*.json"))
+    assert files
+    assert all(speed.read(path) for path in files)
+    assert {timing.source for timing in speed.committed()} == {path.name for path in files}
+
+
+def test_a_file_without_speeds_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "FOLDER", tmp_path)
-    write(tmp_path / "a.json", "2026-02-01", benchmark(346.0))
     (tmp_path / "b.json").write_text('{"gpu": "NVIDIA H200", "prototypes": {}}')
-    assert [timing.tflops for timing in speed.committed()] == [346.0]
+    with pytest.raises(ValueError, match=r"b\.json: holds no benchmarks"):
+        speed.committed()
+
+
+def test_a_block_mask_is_a_setting_of_its_own(tmp_path: Path) -> None:
+    lines = [f"b2 h16 q8192 k8192 d128{blocks}" for blocks in (" blocks1", " blocks0.25", "")]
+    benchmarks = [benchmark(300.0) for _ in lines]
+    for one, line in zip(benchmarks, lines, strict=True):
+        one["params"] |= {"line": line}
+    timings = speed.latest(speed.read(write(tmp_path / "a.json", "2026-02-01", *benchmarks)))
+    assert [(timing.blocks, timing.mask) for timing in timings] == [
+        (1.0, "100 % of blocks"),
+        (0.25, "25 % of blocks"),
+        (None, "none"),
+    ]
+    assert len({timing.setting for timing in timings}) == 3
 
 
 def test_speeds_of_the_verified_are_shown(tmp_path: Path) -> None:
@@ -53,3 +78,115 @@ def test_speeds_of_the_verified_are_shown(tmp_path: Path) -> None:
     assert "35 %" in (tmp_path / "site" / "speed.html").read_text()
     write_pages(gather([records]), tmp_path / "site", [])
     assert not (tmp_path / "site" / "speed.html").exists()
+
+
+# ------------------------------------------------------------------------------------------- the page of a whole run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a thorough run on a GPU."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "speeds.json").write_text(json.dumps(building.benchmarks()))
+    records = building.write(
+        folder / "run.jsonl",
+        [environment(building.GPU), *(judgement(name, building.GPU) for name in building.GPU_NAMES)],
+    )
+    write_pages(gather([records]), folder / "site", speed.read(folder / "speeds.json"))
+    return folder / "site" / "speed.html"
+
+
+def test_the_page_of_a_whole_run_is_small(whole: Path) -> None:
+    assert whole.stat().st_size < 500_000
+    assert (whole.parent / "index.html").stat().st_size < 150_000
+
+
+def test_the_page_has_every_part(whole: Path) -> None:
+    text = whole.read_text()
+    parts = re.findall(r'<h2 id="(\w+)"', text)
+    assert parts == ["lengths", "compared", "sparse", "generations", "standard", "figures"]
+    assert "The fastest forward is that of flex: 540 TFLOP/s (55 % of the chip" in text
+    labels = re.findall(r'<svg role="img" aria-label="([^"]+)"', text)
+    assert any(label.startswith("TFLOP/s over sequence length, forward, float16") for label in labels)
+    assert any(label.startswith("milliseconds over the share of kept blocks") for label in labels)
+
+
+def test_the_table_of_the_tutorials_has_every_length(whole: Path) -> None:
+    text = whole.read_text()
+    table = text[text.index('id="standard"') :]
+    rows = re.findall(r"<tr><th scope=\"row\">(\d+)</th>((?:<td>[^<]*</td>)+)</tr>", table)[:6]
+    assert [int(length) for length, _ in rows] == [512, 1024, 2048, 4096, 8192, 16384]
+    standard, flash, speed_up, matrix, measured, ratio = re.findall(r"<td>([^<]*)</td>", rows[5][1])
+    assert float(speed_up) == pytest.approx(float(standard) / float(flash), rel=0.01)
+    assert (matrix, measured) == ("512 MiB", "64 KiB")
+    assert float(ratio.replace("e", "e+")) == pytest.approx(512 * 1024 / 64)
+
+
+def test_implementations_are_not_compared_across_sizes(tmp_path: Path) -> None:
+    small, large = benchmark(1.0), benchmark(300.0)
+    small["params"] |= {"line": "b1 h1 q1024 k1024 d128"}
+    timings = speed.read(write(tmp_path / "a.json", "2026-02-01", small, large))
+    assert len({timing.group for timing in timings}) == 2
+
+
+def test_generations_are_paired(tmp_path: Path) -> None:
+    found = []
+    for name, tflops in (("triton.fa1", 100.0), ("triton.fa2", 250.0), ("cuda.fa1", 50.0)):
+        one = benchmark(tflops)
+        one["extra_info"] |= {"implementation": name}
+        one["stats"] = {"median": 1 / tflops}
+        found.append(one)
+    (part,) = throughput._generations(speed.read(write(tmp_path / "a.json", "2026-02-01", *found)))
+    assert [(one.implementation, other.implementation) for one, other in part["rows"]] == [("triton.fa1", "triton.fa2")]
+
+
+# ------------------------------------------------------------------------------------------------------------- labels
+
+
+def boxes(svg: Markup) -> list[tuple[str, charts.Box]]:
+    """The texts of a drawing, with the place that each takes at most."""
+    found = []
+    for x, y, about, text in re.findall(r'<text x="([-\d.]+)" y="([-\d.]+)"([^>]*)>([^<]*)<', svg):
+        width = charts.LETTER * len(text)
+        left = float(x) - width * (0.5 if "middle" in about else 1.0 if '"end"' in about else 0.0)
+        found.append((text, charts.Box(left, float(y) - 9, left + width, float(y) + 2)))
+    return found
+
+
+def check_labels(svg: Markup, names: list[str]) -> None:
+    every = boxes(svg)
+    assert {text for text, _ in every} >= set(names)
+    wide, high = (float(size) for size in re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0])
+    for text, box in every:
+        if text in names:
+            assert charts.Box(0, 0, wide, high).holds(box), text
+    for (one, first), (other, second) in combinations(every, 2):
+        assert not (first.meets(second) and {one, other} & set(names)), (one, other)
+
+
+@pytest.mark.parametrize("values", [[500.0] * 16, [float(value) for value in range(16)], [989.0] * 16])
+def test_names_beside_lines_do_not_overlap(values: list[float]) -> None:
+    names = [f"implementation_{place}" for place in range(16)]
+    traces = [charts.Trace(name, ((512.0, 100.0), (1024.0, value))) for name, value in zip(names, values, strict=True)]
+    svg = charts.lines(
+        traces,
+        "lines",
+        ("length", "TFLOP/s"),
+        up=Scale(0, 1000, 0, 0, "linear"),
+        ticks=steps(1000),
+        places=[(512.0, "512"), (1024.0, "1k")],
+        rule=(989.0, "the chip, 989"),
+    )
+    check_labels(svg, [*names, "the chip, 989"])
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
+def test_names_beside_points_do_not_overlap(spread: float) -> None:
+    names = [f"implementation_{place}" for place in range(14)]
+    points = [(name, 1e-4 * (1 + place % 3), 300.0 + spread * place) for place, name in enumerate(names)]
+    check_labels(charts.scatter(points, "points", ("error", "TFLOP/s")), names)
+
+
+def test_steps_are_round() -> None:
+    assert [value for value, _ in steps(1019.0)] == [0, 200, 400, 600, 800, 1000]
+    assert [name for _, name in steps(0.35)] == ["0", "0.1", "0.2", "0.3"]
