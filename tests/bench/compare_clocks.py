@@ -7,6 +7,7 @@ measure between two events, with a cold L2 cache. The exit status is 1 if a diff
 GPU.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from statistics import median
@@ -54,15 +55,18 @@ def compare(call: timing.Call) -> tuple[float, float]:
     return ours, do_bench(call, return_mode="median") / 1e3
 
 
-def main(names: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a line for each call. Returns the exit status."""
+    parser = argparse.ArgumentParser(description="Compares the clock of the benchmarks with triton.testing.do_bench.")
+    parser.add_argument("names", nargs="*", default=NAMES, help=f"implementations; by default {', '.join(NAMES)}")
+    names = parser.parse_args(arguments).names
     if not torch.cuda.is_available():
         print("CUDA: no device, so there is no clock to compare", file=sys.stderr)
         return 1
     given = calls.given(Case.parse(LINE), "cuda")
     print(f"{torch.cuda.get_device_name()}, {LINE}")
     found = []
-    for name in names or NAMES:
+    for name in names:
         for direction in DIRECTIONS:
             found.append(Compared(name, direction, *compare(Calls(loading.load(name), given).of(direction))))
             print(found[-1], flush=True)
@@ -70,4 +74,4 @@ def main(names: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
