@@ -348,17 +348,25 @@ GPU_NAMES = (
     *("triton.fa1", "triton.fa2", "triton.block_sparse", "cuda.fa1", "cuda.fa2", "cuda.fa3", "cuda.fa3_float32"),
     *("cuda.block_sparse", "sdpa.math", "sdpa.flash", "sdpa.efficient", "sdpa.cudnn", "flex"),
 )
+WHERE_FLOAT32: dict[str, tuple[bool, ...]] = {
+    **dict.fromkeys(("cuda.fa3", "sdpa.flash", "sdpa.cudnn", "flex"), (False,)),
+    "cuda.fa3_float32": (True,),
+}
+WITH_BLOCKS = ("triton.block_sparse", "cuda.block_sparse", "flex")
 
 
 def benchmarks(names: Sequence[str] = GPU_NAMES) -> dict[str, Any]:
-    """Returns the JSON of a thorough run of the benchmarks on a GPU, in which every name claims every setting."""
+    """Returns the JSON of a thorough run of the benchmarks on a GPU. Each name claims all settings of its dtypes."""
     found = []
     plan = settings.THOROUGH["cuda"]
     for place, name in enumerate(names):
-        for words, dtypes in [*plan.usual, *plan.small]:
+        for words, dtypes in plan.usual:
             case = Case.parse(words)
+            if case.blocks is not None and name not in WITH_BLOCKS:
+                continue
             operations = 4 * case.batch * case.heads * case.queries * case.keys * case.dim * (case.blocks or 1.0)
-            for dtype, direction in product(dtypes, ("forward", "backward")):
+            claimed = [dtype for dtype in dtypes if (dtype == "float32") in WHERE_FLOAT32.get(name, (True, False))]
+            for dtype, direction in product(claimed, ("forward", "backward")):
                 tflops = (60.0 + 40 * place) * (0.15 if dtype == "float32" else 1.0) * (case.queries / 16384) ** 0.2
                 found.append(
                     {

@@ -133,12 +133,14 @@ def test_labels_of_speeds_do_not_overlap(browser: "Browser", tmp_path: Path) -> 
             *(building.judgement(name, building.GPU) for name in building.GPU_NAMES),
         ],
     )
-    (tmp_path / "speeds.json").write_text(json.dumps(building.benchmarks()))
+    content = building.benchmarks()
+    content["benchmarks"] = [one for one in content["benchmarks"] if "d128" in one["params"]["line"]]
+    (tmp_path / "speeds.json").write_text(json.dumps(content))
     write_pages(gather([records]), tmp_path / "site", speed.read(tmp_path / "speeds.json"))
     page = browser.new_page(viewport={"width": 1400, "height": 900})
     page.goto((tmp_path / "site" / "speed.html").as_uri())
     page.evaluate("for (const fold of document.querySelectorAll('details')) fold.open = true")
-    assert page.locator(".chart svg").count() > 40
+    assert page.locator(".chart svg").count() > 15
     assert page.evaluate(_COVERED) == []
     page.close()
 
