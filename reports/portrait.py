@@ -42,7 +42,7 @@ def values(kernel: Kernel, evidence: Evidence, timings: Sequence[Timing], says: 
         "refusals": _refusals(by_status["refused"]),
         "pictures": [_picture(kernel, machine, len(kernel.machines) > 1) for machine in kernel.machines],
         "curves": _unshifted(evidence),
-        "heats": _heats(by_status["failed"] or by_status["known defect"]),
+        "heats": _heats(by_status["failed"] or by_status["known defect"], kernel),
         "histograms": _histograms(kernel),
         "memory": _memory(kernel),
         "traffic": _traffic(kernel),
@@ -210,8 +210,11 @@ def _unshifted(evidence: Evidence) -> Markup | None:
     return charts.curves(series, f"overflow: {front.heading(series)}") if series else None
 
 
-def _heats(failed: list[Judged]) -> list[tuple[str, str, Markup]]:
-    """Where the worst failure of each tensor lies, from the grid that the records hold for failures."""
+def _heats(failed: list[Judged], kernel: Kernel) -> list[tuple[str, str, Markup]]:
+    """Where the worst failure of each tensor lies, from the grid that the records hold for failures.
+
+    Edges of tiles are drawn where the implementation claims a tile size.
+    """
     found: dict[str, tuple[str, str, Markup]] = {}
     for judged in failed:
         one = judged.judgement
@@ -221,7 +224,9 @@ def _heats(failed: list[Judged]) -> list[tuple[str, str, Markup]]:
         axes = ("keys" if one.tensor in ("dk", "dv") else "queries", "dim" if one.tensor != "lse" else "")
         about = f"{wording.TITLES[one.tensor]} in {one.dtype}"
         label = f"the largest rho in each part of {about}: {wording.rho(judged.rho)} at most"
-        svg = charts.heat(grid, (one.grid.rows, one.grid.columns), label, axes, (64, 0))
+        arithmetic = kernel.claim.arithmetic.get(f"{one.dtype} on {one.device}", {}) if kernel.claim else {}
+        tile = arithmetic.get("key_tile" if axes[0] == "keys" else "query_tile")
+        svg = charts.heat(grid, (one.grid.rows, one.grid.columns), label, axes, (int(tile or 0), 0))
         found[one.tensor] = (about, wording.repeat_line(one), svg)
     return list(found.values())
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from flashproof.reports import __main__, wording
+from flashproof.reports import __main__, portrait, wording
+from flashproof.reports.evidence import gather
 from flashproof.reports.pages import write_site
 from flashproof.reports.portrait import IN_FULL, SHOWN
-from flashproof.reports.record import Grid, Record
+from flashproof.reports.record import Grid, Record, TensorName
 from flashproof.reports.templating import linked
 from flashproof.tests.suite.reports import building
 from flashproof.tests.suite.reports.building import claim, environment, judgement
@@ -423,3 +424,14 @@ def test_errors_name_what_is_wrong(
         assert __main__.main([str(tmp_path / records), str(good), "-o", str(tmp_path / output)]) == 1
         assert message in capsys.readouterr().err
         assert message in Page(tmp_path / "site" / "index.html").text
+
+
+@pytest.mark.parametrize(("tensor", "edges"), [("dk", 3), ("out", 0)])
+def test_a_heat_map_has_the_edges_of_claimed_tiles(tmp_path: Path, tensor: TensorName, edges: int) -> None:
+    """The claim says 64 keys, and nothing about queries."""
+    grid = Grid(rows=256, columns=64, rho=[[2.0, 0.5], [0.1, 0.1]])
+    failed = judgement(status="failed", tensor=tensor, rho=2.0, grid=grid, worst=building.worst(2.0))
+    path = building.write(tmp_path / "run.jsonl", [environment(), claim(), failed])
+    (kernel,) = gather([path]).kernels
+    ((_, _, svg),) = portrait._heats(kernel.judged, kernel)
+    assert svg.count('class="landmark"') == edges
