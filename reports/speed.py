@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,9 +100,13 @@ class Timing:
 def committed() -> list[Timing]:
     """The timings in the folder of committed measurements. Empty where there is none.
 
-    Raises ValueError, which names the file, for a file that holds none.
+    Raw measurements in another form are passed over.
     """
-    return latest(timing for path in sorted(FOLDER.glob("*.json")) for timing in read(path))
+    found: list[Timing] = []
+    for path in sorted(FOLDER.glob("*.json")):
+        with suppress(ValueError):
+            found += read(path)
+    return latest(found)
 
 
 def latest(timings: Iterable[Timing]) -> list[Timing]:
@@ -159,7 +164,8 @@ def _benchmark(one: dict[str, Any], source: str, date: str) -> Timing | None:
 
 def _result(one: dict[str, Any], device: str, source: str, about: dict[str, Any]) -> Iterable[Timing]:
     for name, tflops in one["tflops"].items():
-        others = [other for other in one["tflops"] if other != name]
+        others = {other: value for other, value in one["tflops"].items() if other != name}
+        best = max(others, key=others.__getitem__, default="")
         yield Timing(
             implementation=name,
             device=device,
@@ -174,8 +180,8 @@ def _result(one: dict[str, Any], device: str, source: str, about: dict[str, Any]
             tflops=tflops,
             source=source,
             date=about.get("date", ""),
-            baseline=others[0] if others else "",
-            ratio=tflops / one["tflops"][others[0]] if others else None,
+            baseline=best,
+            ratio=tflops / others[best] if best else None,
             blocks=one.get("blocks"),
             note=about.get("note", ""),
         )

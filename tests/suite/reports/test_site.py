@@ -433,5 +433,5 @@ def test_a_heat_map_has_the_edges_of_claimed_tiles(tmp_path: Path, tensor: Tenso
     failed = judgement(status="failed", tensor=tensor, rho=2.0, grid=grid, worst=building.worst(2.0))
     path = building.write(tmp_path / "run.jsonl", [environment(), claim(), failed])
     (kernel,) = gather([path]).kernels
-    ((_, _, svg),) = portrait._heats(kernel.judged, kernel)
+    ((_, _, svg),) = portrait._heats(list(kernel.judged), kernel)
     assert svg.count('class="landmark"') == edges

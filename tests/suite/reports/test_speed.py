@@ -50,11 +50,13 @@ def test_every_committed_file_is_read() -> None:
     assert {timing.source for timing in speed.committed()} == {path.name for path in files}
 
 
-def test_a_file_without_speeds_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_in_another_form_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "FOLDER", tmp_path)
+    write(tmp_path / "a.json", "2026-02-01", benchmark(346.0))
     (tmp_path / "b.json").write_text('{"gpu": "NVIDIA H200", "prototypes": {}}')
+    assert [timing.tflops for timing in speed.committed()] == [346.0]
     with pytest.raises(ValueError, match=r"b\.json: holds no benchmarks"):
-        speed.committed()
+        speed.read(tmp_path / "b.json")
 
 
 def test_a_block_mask_is_a_setting_of_its_own(tmp_path: Path) -> None:
