@@ -16,7 +16,9 @@ Masking = Literal["full", "causal", "causal-br"]
 Family = Literal["normal", "outliers", "sharp", "spike", "rising", "ties", "padded", "uniform", "nokeys"]
 Values = Literal["normal", "positive", "equal", "sink", "small", "zero"]
 Douts = Literal["normal", "positive", "onehot", "somerows", "small", "large", "zero"]
-Layout = Literal["contiguous", "transposed", "columns", "cropped", "sliced", "expanded", "pooled", "summed"]
+Layout = Literal[
+    "contiguous", "transposed", "length-first", "columns", "cropped", "sliced", "expanded", "pooled", "summed"
+]
 Sharing = Literal["apart", "dense", "one-kv", "one-qkv", "packed", "packed-heads", "packed-kv"]
 Number = Literal["float", "int", "numpy"]
 Call = Literal[
@@ -41,7 +43,7 @@ Call = Literal[
     "deterministic",
     "autocast",
 ]
-Wanted = Literal["all", "dq", "dk", "dv", "dq-dk", "dq-dv", "dk-dv"]
+Wanted = Literal["all", "none", "dq", "dk", "dv", "dq-dk", "dq-dv", "dk-dv"]
 
 FAMILIES: dict[Family, str] = {
     "normal": "standard normal entries",
@@ -74,6 +76,7 @@ DOUTS: dict[Douts, str] = {
 LAYOUTS: dict[Layout, str] = {
     "contiguous": "[batch, heads, length, dim]",
     "transposed": "[batch, length, heads, dim], as a projection returns it",
+    "length-first": "[length, batch, heads, dim], as torch.nn.MultiheadAttention has it",
     "columns": "[batch, heads, dim, length]",
     "cropped": "the first rows of a longer buffer, as a cache leaves them",
     "sliced": "every second row and every second column of a larger buffer",
@@ -124,8 +127,25 @@ PLAIN_CALLS: tuple[Call, ...] = (
     "renewed",
     "readdressed",
 )
+# Calls that are also tried with inputs of which none wants a gradient, as in generation.
+DETACHED_CALLS: tuple[Call, ...] = (
+    "two-forwards",
+    "after-another",
+    "renewed",
+    "readdressed",
+    "compiled",
+    "thread",
+    "threads",
+    "parallel",
+    "default64",
+    "deterministic",
+    "autocast",
+)
 OF_DOUT: tuple[Layout, ...] = ("pooled", "summed")  # layouts that only an output gradient has
 
+_WANTED_WORDS: dict[Wanted, list[str]] = {
+    wanted: {"all": [], "none": ["detached"]}.get(wanted, [f"only-{wanted}"]) for wanted in get_args(Wanted)
+}
 TENSORS = ("q", "k", "v", "do")  # query, key, value and output gradient, as in the words of a case
 SHARED = {"dense": "qkv", "one-kv": "kv", "packed-kv": "kv", "one-qkv": "qkv", "packed": "qkv", "packed-heads": "qkv"}
 Layouts = tuple[Layout, Layout, Layout, Layout]
@@ -163,7 +183,7 @@ class Case:
     offsets: Offsets = (False, False, False, False)
     sharing: Sharing = "apart"
     call: Call = "plain"
-    wanted: Wanted = "all"  # the gradients that the case asks for
+    wanted: Wanted = "all"  # the gradients that the case asks for; "none": no input wants one
     lse: bool = True  # whether the case asks for the LSE, if the LSE is claimed
     spelled: bool = False  # whether the call spells out keywords that change nothing
     seed: int = 0
@@ -221,7 +241,7 @@ class Case:
         words += _by_tensor(["offset" if offset else "" for offset in self.offsets])
         words += [self.sharing] if self.sharing != "apart" else []
         words += [self.call] if self.call != "plain" else []
-        words += [f"only-{self.wanted}"] if self.wanted != "all" else []
+        words += _WANTED_WORDS[self.wanted]
         words += [word for word, is_so in (("nolse", not self.lse), ("spelled", self.spelled)) if is_so]
         return " ".join([*words, f"seed{self.seed}"])
 
@@ -233,7 +253,7 @@ class Case:
     @property
     def backward(self) -> bool:
         """Whether the case has a backward."""
-        return self.call not in WITHOUT_BACKWARD
+        return self.call not in WITHOUT_BACKWARD and self.wanted != "none"
 
     @property
     def is_one_memory(self) -> bool:
@@ -300,7 +320,7 @@ def _words() -> dict[str, dict[str, object]]:
     found: dict[str, dict[str, object]] = {"nolse": {"lse": False}, "spelled": {"spelled": True}}
     kinds = {"dtype": Dtype, "mask": Masking, "family": Family, "sharing": Sharing, "call": Call}
     found |= {word: {field: word} for field, kind in kinds.items() for word in get_args(kind)}
-    found |= {f"only-{word}": {"wanted": word} for word in get_args(Wanted)}
+    found |= {word: {"wanted": wanted} for wanted, words in _WANTED_WORDS.items() for word in words}
     found |= {f"v.{word}": {"values": word} for word in get_args(Values)}
     found |= {f"do.{word}": {"douts": word} for word in get_args(Douts)}
     for words, tensors in (("", TENSORS), *((f"{tensor}.", (tensor,)) for tensor in TENSORS)):

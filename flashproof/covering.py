@@ -12,6 +12,7 @@ from itertools import combinations, permutations
 
 import numpy as np
 
+STRENGTH = 4  # the number of levels of different factors that `every_four` combines
 Row = tuple[int, ...]  # for each factor, the number of its level
 Partial = Sequence[int]  # the same, with -1 for a factor that has no level yet
 # Whether some row with these levels is allowed in an array. The second argument is the factor whose level is new, if
@@ -258,3 +259,60 @@ class Covering:
             Coverage(pairs - int(np.count_nonzero(self.open_pairs)) // 2, pairs),
             Coverage(triples - int(np.count_nonzero(self.open_triples)) // 6, triples),
         )
+
+
+def every_four(sizes: Sequence[int], allowed: Allowed) -> list[Row]:
+    """Few rows that contain every allowed combination of four levels, for a small number of factors.
+
+    sizes, allowed: as in `Covering`. The construction is the same, without triples: a row starts with a combination
+    that no row contains yet, and each further factor takes the level that completes most.
+    """
+    factors = range(len(sizes))
+    left = {
+        place: np.ones([sizes[factor] for factor in place], dtype=bool) for place in combinations(factors, STRENGTH)
+    }
+    rows: list[Row] = []
+    for place, open_ones in left.items():
+        for chosen in np.argwhere(open_ones).tolist():
+            if not open_ones[tuple(chosen)]:
+                continue
+            row = [OPEN] * len(sizes)
+            for factor, level in zip(place, chosen, strict=True):
+                row[factor] = level
+            if allowed(row, None) and _fill(row, sizes, allowed, left):
+                rows.append(tuple(row))
+                for others, completed in left.items():
+                    completed[tuple(row[factor] for factor in others)] = False
+    return rows
+
+
+def _fill(row: list[int], sizes: Sequence[int], allowed: Allowed, left: dict[tuple[int, ...], np.ndarray]) -> bool:
+    """Gives the open factors of a row their levels. Returns whether it found some for all of them.
+
+    The factor with the fewest levels that are still allowed is first. After a dead end, the last choice is changed.
+    """
+    choices = {
+        factor: [level for level in range(sizes[factor]) if _fits(row, factor, level, allowed)]
+        for factor, taken in enumerate(row)
+        if taken == OPEN
+    }
+    if not choices:
+        return True
+    factor = min(choices, key=lambda factor: len(choices[factor]))
+    gains = np.zeros(sizes[factor])
+    for place, completed in left.items():
+        if factor in place and all(other == factor or row[other] != OPEN for other in place):
+            gains += completed[tuple(slice(None) if other == factor else row[other] for other in place)]
+    for level in sorted(choices[factor], key=lambda level: -gains[level]):
+        row[factor] = level
+        if _fill(row, sizes, allowed, left):
+            return True
+    row[factor] = OPEN
+    return False
+
+
+def _fits(row: list[int], factor: int, level: int, allowed: Allowed) -> bool:
+    row[factor] = level
+    fits = allowed(row, factor)
+    row[factor] = OPEN
+    return fits

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeVar
 
-from flashproof.cases import WITHOUT_BACKWARD, Call, Case, not_claimed
+from flashproof.cases import DETACHED_CALLS, WITHOUT_BACKWARD, Call, Case, not_claimed
 from flashproof.grids import Grid, called
 from flashproof.impls.spec import Dtype, Implementation
 from flashproof.reports.record import LAYERS
@@ -66,11 +66,17 @@ class Check:
             return None
         if self.call == "grown" and (case.keys == 1 or case.sharing.startswith("one-")):
             return None
-        return replace(case, call=self.call, wanted="all" if self.call in WITHOUT_BACKWARD else case.wanted)
+        if self.call in WITHOUT_BACKWARD or (case.wanted == "none" and self.call not in DETACHED_CALLS):
+            return replace(case, call=self.call, wanted="all")
+        return replace(case, call=self.call)
 
 
 def _without_backward(case: Case) -> Case:
-    return replace(case, call="forward", wanted="all") if case.backward else case
+    """The case with as much of its way of calling as goes without a backward."""
+    if not case.backward:
+        return case
+    detached = replace(case, wanted="none")
+    return detached if case.call in DETACHED_CALLS else replace(case, call="forward", wanted="all")
 
 
 def check(

@@ -22,6 +22,7 @@ import msgspec
 
 from flashproof.cases import (
     CALLS,
+    DETACHED_CALLS,
     DOUTS,
     FAMILIES,
     LAYOUTS,
@@ -36,12 +37,12 @@ from flashproof.cases import (
     Wanted,
     not_claimed,
 )
-from flashproof.covering import OPEN, Allowed, Coverage, Covering, Partial, Row
+from flashproof.covering import OPEN, Allowed, Coverage, Covering, Partial, Row, every_four
 from flashproof.impls.spec import DTYPES, OWN_KERNELS, Device, Dtype, Implementation, Supports
 
 # The version of the list of cases that a run judges, of the space and of all grids. Bundles name it: `flashproof check`
 # makes the list again. Whoever changes a case raises it (tests/suite/space/test_case_set.py says when).
-CASE_SET = 1
+CASE_SET = 2
 
 Fields = dict[str, Any]  # the fields of a case that is being built
 Levels = Mapping[str, str]  # the level of each factor
@@ -56,6 +57,7 @@ class Factor:
     that give a case the level, from the fields that earlier factors have set. weight: the weight of a triple with this
     factor; 2 if kernels choose their code by this factor. cost: the cost of each level except the plain one, in new
     triples. costs: the costs of single levels, in place of `cost`. hiding: the levels that hide faults of other levels.
+    half_hiding: the levels that hide some of these faults.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Factor:
     cost: float = 0.0
     costs: Mapping[str, float] = field(default_factory=dict)
     hiding: Sequence[str] = ()
+    half_hiding: Sequence[str] = ()
 
     def cost_of(self, level: str) -> float:
         """The cost of a level."""
@@ -121,6 +124,7 @@ LENGTHS: dict[str, Sequence[int]] = {
     "257 to 512": [257, 260, 263, 272, 288, 301, 320, 333, 350, 368, 384, 391, 400, 448, 511, 512],
     "513 to 1024": [513, 514, 528, 576, 640, 655, 700, 768, 896, 1000, 1008, 1023, 1024],
     "over 1024": [1025, 1026, 1039, 1040, 1056, 1088, 1100, 1120, 1152, 1280, 1279, 1536, 1999, 2000, 2032, 2047, 2048],
+    "over 2048": [2049, 2050, 2064, 2112, 2560, 3000, 3001, 3072, 3136, 4000, 4080, 4095, 4096],
     "over 4096": [*range(4097, 4165), 4608, 8192, *range(8193, 8261)],
 }
 _ENDS = {
@@ -131,7 +135,8 @@ _ENDS = {
     256: "tiles",
     512: "257 to 512",
     1024: "513 to 1024",
-    4096: "over 1024",
+    2048: "over 1024",
+    4096: "over 2048",
 }
 RESTS: dict[str, Callable[[int], bool]] = {
     "odd": lambda length: length % 2 == 1,
@@ -185,7 +190,7 @@ _GROUPS: dict[str, Sequence[int]] = {
     "8": [8],
     "9 to 71": [12, 16, 24, 48, 71],
 }
-_BATCHES: dict[str, Sequence[int]] = {"1": [1], "2": [2], "3 to 9": [3, 4, 5, 8, 9]}
+_BATCHES: dict[str, Sequence[int]] = {"1": [1], "2": [2], "3 to 9": [3, 4, 5, 8, 9], "16 to 33": [16, 17, 32, 33]}
 MANY = "over 65535 with heads"  # more than the largest grid of a GPU in its second and third dimension
 _DIMS: dict[str, Sequence[int]] = {str(dim): [dim] for dim in (64, *(dim for dim in range(8, 257, 8) if dim != 64))}
 _DIMS |= {
@@ -247,7 +252,7 @@ def _batch_of(case: Case) -> str:
 FACTORS: tuple[Factor, ...] = (
     _field("dtype", DTYPES, weight=2.0),
     _field("call", [*CALLS], weight=2.0, costs={"compiled": RARE}, hiding=WITHOUT_BACKWARD),
-    _field("wanted", get_args(Wanted), cost=RARE, hiding=get_args(Wanted)[1:]),
+    _field("wanted", get_args(Wanted), cost=RARE, hiding=["none"], half_hiding=get_args(Wanted)[2:]),
     _classes("key heads", _HEADS, "kv_heads", lambda case: case.kv_heads),
     Factor(
         "group",
@@ -430,8 +435,11 @@ def _causal_masks_show_the_lengths(known: Known) -> bool:
 
 @_rule("call", *_OF_DOUT)
 def _gradients_need_backward(known: Known) -> bool:
-    """Without a backward, the factors of the output gradient and of the wanted gradients are plain."""
-    return known.get("call") not in WITHOUT_BACKWARD or _is_plain(known, *_OF_DOUT)
+    """Without a backward, the factors of the output gradient are plain. Some calls always have a backward."""
+    call, wanted = known.get("call"), known.get("wanted", "all")
+    if wanted == "none":
+        return (call is None or call in DETACHED_CALLS) and _is_plain(known, *_OF_DOUT[:-1])
+    return call not in WITHOUT_BACKWARD or _is_plain(known, *_OF_DOUT)
 
 
 @_rule("sharing", "group", *(f"{of} of {tensor}" for tensor in TENSORS[:3] for of in ("layout", "address")))
@@ -460,6 +468,17 @@ def _transposed_tensors_have_two_axes(known: Known) -> bool:
     one_head["q"] &= one_head["k"]
     return not any(
         known.get(f"layout of {tensor}") == "transposed" and (one_head[like] or one_row[like] == "1")
+        for tensor, like in (("q", "q"), ("k", "k"), ("v", "k"), ("do", "q"))
+    )
+
+
+@_rule("queries", "keys", "batch", *(f"layout of {tensor}" for tensor in TENSORS))
+def _length_first_differs(known: Known) -> bool:
+    """[length, batch, heads, dim] differs from other layouts only if there are several batch entries and rows."""
+    rows = known.get("queries"), known.get("keys", AS_QUERIES)
+    one_row = {"q": rows[0] == "1", "k": "1" in (rows[0] if rows[1] == AS_QUERIES else "", rows[1])}
+    return not any(
+        known.get(f"layout of {tensor}") == "length-first" and (known.get("batch") == "1" or one_row[like])
         for tensor, like in (("q", "q"), ("k", "k"), ("v", "k"), ("do", "q"))
     )
 
@@ -526,12 +545,32 @@ def _a_cache_can_grow(known: Known) -> bool:
 # hide it. Scales are those that 16 bits do not hold.
 PLAIN_CASES = ("b1 h2/1 q130 k130 d40 causal scale0.3", "b2 h1 q100 k100 d56")
 # Ordinary sizes that are too large for the array, in each dtype: a batch of several sequences with several heads, a
-# long text with grouped heads, and one query whose scores are all very negative.
+# long text with grouped heads, and one query whose scores are all very negative. Beside them, one query that sees only
+# the first of many keys, and more than 65,535 rows of queries.
 LARGE_CASES = (
     "b4 h8 q130 k130 d64",
     "b1 h2/1 q800 k800 d16 causal inference",
     "b1 h1 q1 k600 d64 shift-10000 inference",
+    "b1 h2 q1 k100 d64 causal inference",
+    "b8 h96 q90 k66 d8",
 )
+# Levels that most users meet. Kernels have code for several of them together, so the run contains every combination of
+# four. All other factors are plain.
+COMMON: dict[str, tuple[str, ...]] = {
+    "dtype": DTYPES,
+    "call": ("plain", "inference", "compiled", "autocast"),
+    "wanted": ("all", "none", "dk-dv"),
+    "group": ("1", "4"),
+    "batch": ("1", "2"),
+    "queries": ("257 to 512", "1", "2 to 15"),
+    "keys": (AS_QUERIES, "past a tile", "513 to 1024"),
+    "head dim": ("64", "80", "128"),
+    "mask": ("full", "causal", "causal-br"),
+    "dropout": ("none", "some"),
+    "LSE": ("asked", "not asked"),
+    "sharing": ("apart", "dense"),
+    "scores": ("normal", "rising"),
+}
 # The attention shapes of widely used models: query heads, key heads and head dim. Kernels have code for exactly these
 # shapes. With the dtype, a shape is a combination of several levels, so the array contains few of each.
 MODELS = {
@@ -555,10 +594,10 @@ class Room:
     work: the largest batch x heads x queries x keys x (dim + 64) of one case. numbers: the most elements of its four
     tensors. many: the same limit, for a batch x heads over 65535. cases: the least number of cases. steps: the largest
     batch x heads x (4 + tiles of queries x tiles of keys) of one case. dims: the head dims. odd: the only odd head dim,
-    for a kernel that is compiled for each. pairs: whether the run has as many cases as all pairs need. hiding: the
-    factors with levels that hide faults; a case with such a level counts for no pair without that level. With
-    the factor "wanted" in `hiding`, a run needs a third more cases. triples: the room of further cases, which complete
-    every triple that fits in that room.
+    for a kernel that is compiled for each. pairs: whether the run has as many cases as all pairs need. half_hiding:
+    whether a case that asks for some gradients alone counts for no other pair, as a case without gradients. A run then
+    needs a third more cases. common: whether the run has every combination of four common levels. triples: the room of
+    further cases, which complete every triple that fits in that room.
     """
 
     work: float
@@ -568,7 +607,8 @@ class Room:
     steps: float = math.inf
     dims: tuple[str, ...] = tuple(_DIMS)
     pairs: bool = True
-    hiding: tuple[str, ...] = ("call",)
+    half_hiding: bool = False
+    common: bool = True
     odd: int | None = None
     triples: "Room | None" = None
 
@@ -582,10 +622,10 @@ class Room:
 
 
 Effort = Literal["quick", "default", "thorough"]
-_OF_A_CPU = Room(work=2.0**26, numbers=2.0**19, many=2.0**21.5, cases=600, hiding=("call", "wanted"))
-_OF_A_GPU = replace(_OF_A_CPU, hiding=("call",))
+_OF_A_CPU = Room(work=2.0**25.5, numbers=2.0**18.5, many=2.0**21.5, cases=600, half_hiding=True)
+_OF_A_GPU = replace(_OF_A_CPU, half_hiding=False)
 _FEW_DIMS = ("64", "16", "32", "40", "128", "256", "odd")  # the head dims of the grids, and a few more
-_OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS, odd=33)
+_OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS, odd=33, common=False)
 _OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=64)
 _OF_SLOW_CALLS = replace(_OF_SLOW_SHAPES, cases=60, pairs=False)
 _OF_LOOPS_ON_A_GPU = replace(_OF_SLOW_TILES, cases=120, pairs=False)  # the loops run in Python, as on a CPU
@@ -600,7 +640,7 @@ def room_of(implementation: Implementation, device: Device, effort: Effort = "de
     if room is _OF_SLOW_TILES and device == "cuda":
         room = _OF_LOOPS_ON_A_GPU
     if effort == "quick":
-        return replace(room, cases=_CASES_OF_A_QUICK_RUN, pairs=False)
+        return replace(room, cases=_CASES_OF_A_QUICK_RUN, pairs=False, common=False)
     if effort == "thorough":
         return replace(room, triples=_smaller(room))
     return room
@@ -608,7 +648,7 @@ def room_of(implementation: Implementation, device: Device, effort: Effort = "de
 
 def _smaller(room: Room) -> Room:
     """The room of the cases that complete triples: fifty times as many, each in a third of the time."""
-    return replace(room, work=min(room.work, 2.0**23), numbers=2.0**17, many=2.0**17, cases=0)
+    return replace(room, work=min(room.work, 2.0**23), numbers=2.0**17, many=2.0**17, cases=0, common=False)
 
 
 def _smallest(known: Known) -> Case:
@@ -634,6 +674,7 @@ class Rows(msgspec.Struct, frozen=True):
     coverage: tuple[Coverage, Coverage]  # the coverage of pairs and of triples
     forgotten: list[list[int]]
     claimed: int  # the number of pairs that the claims allow
+    common: list[Row] = []  # the rows of common levels, beside the array
 
 
 _shared: Path | None = None
@@ -697,7 +738,9 @@ class Space:
             return self.supports.lse
         if level == "parallel" and self.device == "cuda":
             return False
-        if not self.supports.backward and (factor in _OF_DOUT or (factor == "call" and level not in WITHOUT_BACKWARD)):
+        # Without a backward, the registry takes the gradients out of the cases of other calls.
+        calls = (*WITHOUT_BACKWARD, *DETACHED_CALLS)
+        if not self.supports.backward and (factor in _OF_DOUT or (factor == "call" and level not in calls)):
             return False
         return not_claimed(self._case(self.plain | {factor: level}, 0), self.supports) is None
 
@@ -743,8 +786,8 @@ class Space:
         sizes = [len(self.levels[factor.name]) for factor in FACTORS]
         costs = [[factor.cost_of(level) for level in self.levels[factor.name]] for factor in FACTORS]
         hiding = [
-            [factor.name in self.room.hiding and level in factor.hiding for level in self.levels[factor.name]]
-            for factor in FACTORS
+            [level in factor.hiding or (self.room.half_hiding and level in factor.half_hiding) for level in own]
+            for factor, own in ((factor, self.levels[factor.name]) for factor in FACTORS)
         ]
         return Covering(sizes, self.allowed, [factor.weight for factor in FACTORS], costs, hiding)
 
@@ -781,7 +824,7 @@ class Space:
             coverage = coverage[0], covering.coverage[1]
             forgotten += covering.forgotten
         claimed = _possible_pairs(self.supports, tuple(self.dtypes), self.device)
-        found = Rows(rows, number, coverage, forgotten, claimed)
+        found = Rows(rows, number, coverage, forgotten, claimed, self._common_rows() if self.room.common else [])
         if path and path.parent.is_dir():
             half = path.with_suffix(f".{os.getpid()}")
             half.write_bytes(msgspec.json.encode(found))
@@ -800,12 +843,12 @@ class Space:
     @property
     def cases(self) -> list[Case]:
         """The cases of a run: the array, the sequences that are too long for the array, and the shapes of models."""
-        return self.array + self._beside
+        return self.array + self.common + self._beside
 
     @property
     def size(self) -> int:
         """The number of cases. Counting takes no time once the rows are known; building the cases takes a second."""
-        return len(self._rows.rows) + len(self._beside)
+        return len(self._rows.rows) + len(self._rows.common) + len(self._beside)
 
     @cached_property
     def array(self) -> list[Case]:
@@ -823,7 +866,7 @@ class Space:
     def _long(self) -> list[Case]:
         """Plain cases of the longest classes, with as many keys as queries. There is no room for other levels."""
         found = []
-        for number, length in enumerate(("over 1024", "over 4096")):
+        for number, length in enumerate(("over 1024", "over 2048", "over 4096")):
             dtypes = self.levels["dtype"]
             chosen = {"queries": length, "keys": AS_QUERIES, "dtype": dtypes[number % len(dtypes)]}
             smallest = min(self.levels["head dim"], key=lambda level: min(_DIMS[level]))
@@ -841,6 +884,27 @@ class Space:
             found += [Case.parse(f"{line} {dtype}") for line in LARGE_CASES for dtype in self.dtypes]
             found += self._long() + self._models()
         return [case for case in found if not_claimed(case, self.supports) is None]
+
+    @cached_property
+    def common(self) -> list[Case]:
+        """The cases that contain every combination of four common levels."""
+        return [self.case(row, number) for number, row in enumerate(self._rows.common)]
+
+    def _common_rows(self) -> list[Row]:
+        own = [tuple(level for level in levels if level in self.levels[name]) for name, levels in COMMON.items()]
+        places = [place for place, factor in enumerate(FACTORS) if factor.name in COMMON]
+        plain = [self.levels[factor.name].index(self.plain[factor.name]) for factor in FACTORS]
+
+        def whole(part: Partial) -> list[int]:
+            """A row of all factors."""
+            row = list(plain)
+            for place, words, level in zip(places, own, part, strict=True):
+                known = self.levels[FACTORS[place].name]
+                row[place] = OPEN if level == OPEN else known.index(words[level])
+            return row
+
+        rows = every_four([len(words) for words in own], lambda part, new: self.allowed(whole(part), None))
+        return [tuple(whole(row)) for row in rows]
 
     def _models(self) -> list[Case]:
         """The attention shapes of models in each dtype, as training and inference call them.
@@ -862,7 +926,8 @@ class Space:
             found.append(replace(part, queries=1, keys=2500 + number, call="inference"))  # generation after a long text
             found.append(replace(part, queries=4, keys=300 + number, mask="causal-br", call="inference"))  # a draft
             cache: Layouts = ("contiguous", "cropped", "cropped", "contiguous")
-            found.append(replace(part, queries=1, keys=300 + number, layouts=cache, call="grown"))
+            length = (129, 257, 513)[number // 2 % 3]  # the call before ends with a whole tile
+            found.append(replace(part, queries=1, keys=length, layouts=cache, call="grown"))
         return found
 
     @property
@@ -917,6 +982,10 @@ def _possible_pairs(supports: Supports, dtypes: tuple[Dtype, ...], device: Devic
 
 class Sketch(Space):
     """A space whose cases show each level once. It shows quickly which checks have cases at all."""
+
+    @property
+    def common(self) -> list[Case]:
+        return []
 
     @cached_property
     def array(self) -> list[Case]:

@@ -269,6 +269,8 @@ class Memory:
                 view = self._guarded(tensor, tensor.shape, begin)
             case "transposed":
                 view = self._guarded(tensor, (batch, length + 1, heads, dim), begin)[:, :length].transpose(1, 2)
+            case "length-first":
+                view = self._guarded(tensor, (length + 1, batch, heads, dim), begin)[:length].permute(1, 2, 0, 3)
             case "columns":
                 view = self._guarded(tensor, (batch, heads, dim, length + 1), begin)[..., :length].transpose(2, 3)
             case "cropped":

@@ -11,7 +11,7 @@ from flashproof.reports import mutants
 from flashproof.reports.evidence import gather
 from flashproof.reports.record import LAYERS, Combined, read
 from flashproof.reports.wording import item
-from flashproof.space import FACTORS, MODELS, space_of
+from flashproof.space import COMMON, FACTORS, MODELS, space_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "checks.md"
@@ -43,15 +43,19 @@ The cases have all {pairs} pairs, and {share} % of the {triples} triples.
 A few cases of plain numbers are added to the array, because a bias is easiest to see in them. Such a kernel is also
 called as models call it, in each dtype, for training and for one token of generation.
 The models are {models}.
-"""
+
+Most users meet only some of the levels, and kernels have code for several of these together. So {common} further cases
+contain every combination of *four* common levels. A kernel that is interpreted, or compiled for each shape, does not
+get them. The levels are:
+
+{levels_of_common}"""
 COMBINED = """
 ### Combination mutants
 
 A combination mutant is a right kernel that is wrong only where two or three properties of a call meet, or beyond a
 size. It is wrong in one tensor, by 1 % of every number, by a few bits, in its last row or in one head. Its condition is
 drawn at random and not from the array.
-`python -m flashproof.tests.suite.mutants.combinations --thorough` draws new ones. The last row shows an earlier suite,
-whose cases were lists written by hand.
+`python -m flashproof.tests.suite.mutants.combinations --thorough` draws new ones.
 
 | checks | two properties meet | three properties meet | a size is beyond a limit |
 | --- | --- | --- | --- |
@@ -103,7 +107,10 @@ def _covered() -> str:
     """Describes what the array contains for a kernel that claims everything, on a CPU."""
     space = space_of(KERNEL)
     pairs, triples = space.coverage
+    common = "".join(item(f"**{name}**: {', '.join(levels)}") for name, levels in COMMON.items())
     return COVERED.format(
+        common=len(space.common),
+        levels_of_common=common,
         factors=len(FACTORS),
         levels=sum(len(factor.levels) for factor in FACTORS),
         cases=len(space.array),

@@ -101,7 +101,7 @@ def _layout(tensor: Tensor) -> str:
     if dim == 2 and sizes[3] > 1:
         return "sliced"
     if heads < length and sizes[1] > 1 and sizes[2] > 1:
-        return "transposed"
+        return "length first" if sizes[0] > 1 and tensor.stride()[0] < length else "transposed"
     return "cropped" if heads > length * sizes[2] and sizes[1] > 1 else "contiguous"
 
 
