@@ -119,6 +119,7 @@ OTHER: dict[str, str] = {
     "reports/drawing.py": "how a number of a picture is written",
     "reports/example.py": "which judgement is a clear example",
     "tests/suite/reports/test_browser.py": "the formula of WCAG for the contrast of colours",
+    "tests/suite/reports/test_speed.py": "a quotient of two figures, each as the page rounds it",
     "tests/suite/kernels/test_cuda_gpu.py": "seconds",
     "tests/suite/oracles/test_spread.py": "how far the model of the spread may be from what is measured of it",
 }
