@@ -162,6 +162,11 @@ def bias(
     in_ulps = actual.dtype in (torch.float16, torch.bfloat16)
     unit = (bounds.worst_unit(rows, actual.dtype) if in_ulps else float32_bound.reshape(rows.shape)).sum()
     beyond = got - rows.to(actual.dtype).to(torch.float64)  # the error minus that of the correctly rounded result
+    if in_ulps:
+        # The errors of float32 may decide which of two numbers is nearest. Many exact results may lie in the middle
+        # between two numbers (equal weights, few different values), and such errors have one sign.
+        near = float32_bound.reshape(rows.shape)
+        beyond = torch.where((rows - near).to(actual.dtype) == (rows + near).to(actual.dtype), beyond, 0.0)
     says_something = (got.isfinite() & rows.isfinite()).all() & (_distinct(rows, actual.dtype) >= BIAS_FEWEST_VALUES)
     figures = [unit, float32_bound.sum(), says_something.to(torch.float64)]
     for sign in (rows.sign(), None):

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from flashproof import pytest_plugin, selection, session
 from flashproof.reports import record
@@ -200,13 +199,3 @@ def test_a_check_that_an_exception_ends(kernels: Path) -> None:
     *judged, ended_by = [each for each in record.read(records) if isinstance(each, record.Judgement)]
     assert [(one.tensor, one.status) for one in judged] == [(name, "passed") for name in ("out", "dq", "dk", "dv")]
     assert (ended_by.status, ended_by.message) == ("failed", "the check was ended by LookupError: no such tile")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_benchmarks_without_a_device() -> None:
-    """Without a device, the benchmarks are skipped, and the skip gives the reason."""
-    command = [sys.executable, "-m", "pytest", "tests/bench", "--benchmark-only", "-q", "-p", "no:cacheprovider"]
-    # In a process of pytest-xdist nothing is timed. So the new pytest must not find the mark of such a process.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert re.search(r"SKIPPED \[1\] .*: CUDA: no device", ended.stdout), ended.stdout + ended.stderr
