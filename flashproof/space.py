@@ -842,7 +842,7 @@ class Space:
 
     @property
     def cases(self) -> list[Case]:
-        """The cases of a run: the array, the sequences that are too long for the array, and the shapes of models."""
+        """The cases of a run: the array, common levels, sequences too long for the array, and the shapes of models."""
         return self.array + self.common + self._beside
 
     @property
@@ -891,9 +891,13 @@ class Space:
         return [self.case(row, number) for number, row in enumerate(self._rows.common)]
 
     def _common_rows(self) -> list[Row]:
-        own = [tuple(level for level in levels if level in self.levels[name]) for name, levels in COMMON.items()]
+        """The rows of these cases. Where no common level of a factor is claimed, the first claimed level serves."""
+        own = [
+            tuple(level for level in levels if level in self.levels[name]) or self.levels[name][:1]
+            for name, levels in COMMON.items()
+        ]
         places = [place for place, factor in enumerate(FACTORS) if factor.name in COMMON]
-        plain = [self.levels[factor.name].index(self.plain[factor.name]) for factor in FACTORS]
+        plain = [0] * len(FACTORS)  # the first level is the plain one, if it is claimed
 
         def whole(part: Partial) -> list[int]:
             """A row of all factors."""

@@ -43,25 +43,25 @@ def test_twice(subject: Subject) -> None:
     _judge_all(subject)
 
 
-@check("contract", call="two-forwards", claims=("backward",))
+@check("contract", call="two-forwards")
 def test_two_forwards(subject: Subject) -> None:
     """If another call runs between the forward and the backward of a call, both are right."""
     _judge_all(subject)
 
 
-@check("contract", call="after-another", claims=("backward",))
+@check("contract", call="after-another")
 def test_after_another(subject: Subject) -> None:
     """A call after one with other values and options is right, and the answer of the first stays as it was."""
     _judge_all(subject)
 
 
-@check("contract", call="renewed", claims=("backward",))
+@check("contract", call="renewed")
 def test_renewed(subject: Subject) -> None:
     """A call with other values in the same tensors is right, as where a graph of calls is replayed."""
     _judge_all(subject)
 
 
-@check("contract", call="readdressed", claims=("backward",))
+@check("contract", call="readdressed")
 def test_readdressed(subject: Subject) -> None:
     """A call with other tensors at the same addresses is right."""
     _judge_all(subject)
@@ -79,43 +79,43 @@ def test_checkpointed(subject: Subject) -> None:
     _judge_all(subject)
 
 
-@check("contract", call="compiled", claims=("backward",))
+@check("contract", call="compiled")
 def test_compiled(subject: Subject) -> None:
     """Under torch.compile, the answer is inside the bound."""
     _judge_all(subject)
 
 
-@check("contract", call="thread", claims=("backward",))
+@check("contract", call="thread")
 def test_thread(subject: Subject) -> None:
     """In another thread than the main one, the answer is inside the bound."""
     _judge_all(subject)
 
 
-@check("contract", call="threads", claims=("backward",))
+@check("contract", call="threads")
 def test_threads(subject: Subject) -> None:
     """In two threads at once, each call gets its own answer."""
     _judge_all(subject)
 
 
-@check("contract", call="parallel", claims=("backward",))
+@check("contract", call="parallel")
 def test_parallel(subject: Subject) -> None:
     """With several threads for PyTorch's own loops, the answer is inside the bound."""
     _judge_all(subject)
 
 
-@check("contract", call="default64", claims=("backward",))
+@check("contract", call="default64")
 def test_default_dtype(subject: Subject) -> None:
     """Under a default dtype of float64, the answer is inside the bound."""
     _judge_all(subject)
 
 
-@check("contract", call="deterministic", claims=("backward",))
+@check("contract", call="deterministic")
 def test_deterministic_mode(subject: Subject) -> None:
     """Under torch.use_deterministic_algorithms, the answer is inside the bound."""
     _judge_all(subject)
 
 
-@check("contract", call="autocast", claims=("backward",))
+@check("contract", call="autocast")
 def test_autocast(subject: Subject) -> None:
     """Under torch.autocast, the answer is inside the bound of products in the input dtype."""
     _judge_all(subject)

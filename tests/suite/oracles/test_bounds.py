@@ -161,6 +161,20 @@ def test_slopes_from_cast_weights_are_no_lean(seed: int) -> None:
     assert (bias.leans, with_others.leans) == (False, True)
 
 
+def test_results_in_the_middle_of_two_numbers_are_no_lean() -> None:
+    """Equal weights and subnormal values: many exact results lie in the middle. float32 may decide them in one
+    direction. An error at every result is still a bias.
+    """
+    problem = problem_of("b1 h32 q16 k16 d248 float16 full uniform v.small seed0")
+    evaluation = bounds.evaluate(problem, [bounds.without_casts(Claim(Arithmetic()))], backward=False)
+    exact, bound = evaluation.answer.out, evaluation.bounds[0].out
+    decided = (exact + bound * exact.sign()).to(torch.float16)
+    truncated = torch.where(decided.abs() > exact.abs(), decided * 0.0, decided)
+    biases = [verdict.bias(got, exact, bound) for got in (decided, truncated)]
+    assert (decided != exact.to(torch.float16)).any()
+    assert [bias is not None and bias.leans for bias in biases] == [False, True]
+
+
 def test_a_bound_that_says_nothing_is_finite() -> None:
     """Scores of 10000 are rounded to 16 bits, so weights may be wrong by a factor of exp(400)."""
     problem = problem_of("b1 h1 q16 k16 d136 bfloat16 rising x12 shift10000 scale0.02 one-qkv")

@@ -12,7 +12,7 @@ from flashproof.cases import CALLS, Call, Case, not_claimed
 from flashproof.impls.spec import Implementation, Supports
 from flashproof.registry import checks
 from flashproof.selection import Selection
-from flashproof.space import FACTORS, PLAIN, Room, Space, case_of, levels, simplest
+from flashproof.space import COMMON, FACTORS, PLAIN, Room, Space, case_of, levels, simplest
 from flashproof.tensors import inputs, memory
 from flashproof.tests.suite.mutants.combinations import SUPPORTS, points
 
@@ -31,6 +31,28 @@ def test_the_array_holds_every_pair(supports: Supports) -> None:
         (factor.name, level) for factor in FACTORS for level in space.levels[factor.name]
     }
     assert not any(not_claimed(case, supports) for case in space.cases)
+
+
+@pytest.mark.parametrize(
+    "supports",
+    [MODEST, Supports(), Supports(backward=False), Supports(dims=(8, 32))],
+    ids=["modest", "plain", "forward-only", "narrow"],
+)
+def test_every_four_common_levels_meet(supports: Supports) -> None:
+    """Whatever four common levels a case of the array has, some common case has them too."""
+    space = Space(supports)
+    found = {four for case in space.common for four in fours(case, space)}
+    shown = [case for case in space.array if space.row(case)]
+    assert found
+    assert found >= {four for case in shown for four in fours(case, space)}
+    assert not any(not_claimed(case, supports) for case in space.cases)
+
+
+def fours(case: Case, space: Space) -> set[tuple[tuple[str, str], ...]]:
+    """The combinations of four common levels of a case."""
+    row = levels(case)
+    own = {name: row[name] for name, words in COMMON.items() if row[name] in words}
+    return set(combinations(own.items(), 4))
 
 
 def test_every_way_of_calling_has_a_check() -> None:
