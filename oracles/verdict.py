@@ -163,10 +163,11 @@ def bias(
     unit = (bounds.worst_unit(rows, actual.dtype) if in_ulps else float32_bound.reshape(rows.shape)).sum()
     beyond = got - rows.to(actual.dtype).to(torch.float64)  # the error minus that of the correctly rounded result
     if in_ulps:
-        # The errors of float32 may decide which of two numbers is nearest. Many exact results may lie in the middle
-        # between two numbers (equal weights, few different values), and such errors have one sign.
-        near = float32_bound.reshape(rows.shape)
-        beyond = torch.where((rows - near).to(actual.dtype) == (rows + near).to(actual.dtype), beyond, 0.0)
+        # Many exact results may lie in the middle between two numbers (equal weights, few different values). There, the
+        # last place of float32 decides which of the two is nearest, and may do so in one direction.
+        single, far = rows.to(torch.float32), torch.tensor(math.inf, device=rows.device)
+        below, above = (torch.nextafter(single, end).to(actual.dtype) for end in (-far, far))
+        beyond = torch.where(below == above, beyond, 0.0)
     says_something = (got.isfinite() & rows.isfinite()).all() & (_distinct(rows, actual.dtype) >= BIAS_FEWEST_VALUES)
     figures = [unit, float32_bound.sum(), says_something.to(torch.float64)]
     for sign in (rows.sign(), None):
