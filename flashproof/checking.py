@@ -261,8 +261,7 @@ def _torn(kernel: Claimed, records: Sequence[Judgement], effort: str) -> Iterato
     groups: dict[tuple[str, str], list[Judgement]] = defaultdict(list)
     for record in records:
         check = checks().get(record.check)
-        # The second of two threads has its own call, without a backward. A check that ended in an error has no case.
-        if check and _judges_all(check) and check.call != "threads" and record.case:
+        if check and _judges_all(check) and record.case:  # a check that ended in an error has no case
             groups[record.check, record.case].append(record)
     for (name, line), group in groups.items():
         place = f"{kernel.claim.implementation} {name} {group[0].device} [{line}]"
@@ -271,7 +270,8 @@ def _torn(kernel: Claimed, records: Sequence[Judgement], effort: str) -> Iterato
         except ValueError as error:
             yield f"{place}: the case cannot be read ({error})"
             continue
-        if lacking := _lacking_tensors(case, kernel.implementation.supports, group):
+        lacking = _lacking_tensors(case, kernel.implementation.supports, group)
+        if lacking and case.call != "threads":  # the second of two threads has a call of its own, without a backward
             yield f"{place}: no record of {', '.join(lacking)}"
         if name.startswith(OWN_NUMBERS) and name != SEARCH and is_enclosed(case, effort):
             for record in group:
