@@ -5,12 +5,14 @@ no backward pass on a CPU. It compiles once for each kind of call, for all lengt
 takes seconds.
 """
 
-from functools import cache
+from collections.abc import MutableMapping
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from flashproof.impls.call import BLOCK
 from flashproof.impls.spec import Alignment, Device, Implementation, Supports
@@ -51,24 +53,44 @@ def attention(
         return out, aux.lse
 
 
+# A mask takes longer to make than the attention under it. So it is kept, as users of FlexAttention do. A block mask is
+# kept as long as its tensor lives and is not changed.
+_kept: MutableMapping[Tensor, tuple[object, BlockMask]] = WeakTensorKeyDictionary()
+
+
 def _block_mask(
     query: Tensor, key: Tensor, is_causal: bool, alignment: Alignment, blocks: Tensor | None
 ) -> BlockMask | None:
     if not is_causal and blocks is None:
         return None
-    batch, heads, queries, _ = query.shape
-    keys, device = key.shape[2], query.device
+    (batch, heads, queries, _), keys = query.shape, key.shape[2]
+    offset = (keys - queries if alignment == "bottom_right" else 0) if is_causal else keys
+    with torch.inference_mode(False):  # a mask that is kept may be part of a backward later
+        if blocks is None:
+            return _causal(batch, heads, queries, keys, offset, query.device)
+        if blocks.is_inference():  # nothing tells whether it is changed
+            return _made(batch, heads, queries, keys, offset, blocks)
+        asked = (blocks._version, batch, heads, queries, keys, offset)
+        if blocks not in _kept or _kept[blocks][0] != asked:
+            _kept[blocks] = asked, _made(batch, heads, queries, keys, offset, blocks)
+        return _kept[blocks][1]
+
+
+@lru_cache(maxsize=8)
+def _causal(batch: int, heads: int, queries: int, keys: int, offset: int, device: torch.device) -> BlockMask:
+    every = torch.ones(-(-queries // BLOCK), -(-keys // BLOCK), dtype=torch.bool, device=device)
+    return _made(batch, heads, queries, keys, offset, every)
+
+
+def _made(batch: int, heads: int, queries: int, keys: int, offset: int, blocks: Tensor) -> BlockMask:
     # The mask reads tensors. A number would be part of the kernel, and each new number would cause a new compilation.
-    offset = torch.tensor((keys - queries if alignment == "bottom_right" else 0) if is_causal else keys, device=device)
-    sizes = (-(-queries // BLOCK), -(-keys // BLOCK))
-    table = (torch.ones(sizes, dtype=torch.bool, device=device) if blocks is None else blocks).expand(
-        batch, heads, *sizes
-    )
+    last = torch.tensor(offset, device=blocks.device)
+    table = blocks.clone().expand(batch, heads, *blocks.shape[-2:])
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j <= i + offset) & table[b, h, i // BLOCK, j // BLOCK]
+        return (j <= i + last) & table[b, h, i // BLOCK, j // BLOCK]
 
-    return create_block_mask(seen, batch, heads, queries, keys, device=device.type, BLOCK_SIZE=BLOCK)
+    return create_block_mask(seen, batch, heads, queries, keys, device=blocks.device.type, BLOCK_SIZE=BLOCK)
 
 
 def missing(device: Device) -> str | None:

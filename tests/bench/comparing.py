@@ -114,7 +114,7 @@ def _second(peer: Implementation, given: Given, direction: Direction) -> float |
     """The seconds of a second call. None if the peer refuses the call, or if it does not fit into memory."""
     try:
         call = Calls(peer, given).of(direction)
-        return [timing.seconds(call, given.device) for _ in range(2)][1]
+        return timing.seconds([call], given.device, 2)[0][1]
     except NotImplementedError:
         return None
     except torch.OutOfMemoryError:

@@ -9,9 +9,12 @@ events, with a cold L2 cache. The table groups implementations by direction and 
 throughput, its share of the chip's peak, the ratio to the peer, peak memory and rho.
 """
 
+import warnings
+
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
+from torch._functorch import config as functorch
 
 from flashproof import loading
 from flashproof.cases import Case
@@ -85,7 +88,10 @@ def test_speed(
     implementation = loading.load(name)
     benchmark.group = f"{direction}, {line} {dtype}"
     try:
-        measured = measure(implementation, case, direction, device, BUDGETS[session.selection.thorough])
+        # torch.compile may warn about itself, and compiles backwards that run once, unless told otherwise.
+        with warnings.catch_warnings(), functorch.patch(donated_buffer=False):
+            warnings.simplefilter("ignore")
+            measured = measure(implementation, case, direction, device, BUDGETS[session.selection.thorough])
     except Wrong as wrong:
         target = Target(name, dtype, device, implementation, None)
         if defect := next(filter(None, (session.defect(checks()[check], target) for check in DEFECTS)), None):
