@@ -5,14 +5,15 @@ no backward pass on a CPU. It compiles once for each kind of call, for all lengt
 takes seconds.
 """
 
-from collections.abc import MutableMapping
-from functools import cache, lru_cache
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from flashproof.impls.call import BLOCK
 from flashproof.impls.spec import Alignment, Device, Implementation, Supports
@@ -53,44 +54,51 @@ def attention(
         return out, aux.lse
 
 
-# A mask takes longer to make than the attention under it. So it is kept, as users of FlexAttention do. A block mask is
-# kept as long as its tensor lives and is not changed.
-_kept: MutableMapping[Tensor, tuple[object, BlockMask]] = WeakTensorKeyDictionary()
+# Masks by what they are made of, while masks are kept.
+_kept: ContextVar[dict[object, BlockMask | None] | None] = ContextVar("kept", default=None)
+
+
+@contextmanager
+def masks_kept() -> Iterator[None]:
+    """Makes each mask once, for measurements: to make a mask takes longer than the attention, and users keep theirs.
+
+    Within the context, no block mask may change.
+    """
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
 
 
 def _block_mask(
     query: Tensor, key: Tensor, is_causal: bool, alignment: Alignment, blocks: Tensor | None
 ) -> BlockMask | None:
+    kept = _kept.get()
+    if kept is None:
+        return _made(query, key, is_causal, alignment, blocks)
+    asked = (query.shape[:3], key.shape[2], is_causal, alignment, None if blocks is None else id(blocks))
+    if asked not in kept:
+        kept[asked] = _made(query, key, is_causal, alignment, blocks)
+    return kept[asked]
+
+
+def _made(query: Tensor, key: Tensor, is_causal: bool, alignment: Alignment, blocks: Tensor | None) -> BlockMask | None:
     if not is_causal and blocks is None:
         return None
-    (batch, heads, queries, _), keys = query.shape, key.shape[2]
-    offset = (keys - queries if alignment == "bottom_right" else 0) if is_causal else keys
-    with torch.inference_mode(False):  # a mask that is kept may be part of a backward later
-        if blocks is None:
-            return _causal(batch, heads, queries, keys, offset, query.device)
-        if blocks.is_inference():  # nothing tells whether it is changed
-            return _made(batch, heads, queries, keys, offset, blocks)
-        asked = (blocks._version, batch, heads, queries, keys, offset)
-        if blocks not in _kept or _kept[blocks][0] != asked:
-            _kept[blocks] = asked, _made(batch, heads, queries, keys, offset, blocks)
-        return _kept[blocks][1]
-
-
-@lru_cache(maxsize=8)
-def _causal(batch: int, heads: int, queries: int, keys: int, offset: int, device: torch.device) -> BlockMask:
-    every = torch.ones(-(-queries // BLOCK), -(-keys // BLOCK), dtype=torch.bool, device=device)
-    return _made(batch, heads, queries, keys, offset, every)
-
-
-def _made(batch: int, heads: int, queries: int, keys: int, offset: int, blocks: Tensor) -> BlockMask:
+    batch, heads, queries, _ = query.shape
+    keys, device = key.shape[2], query.device
     # The mask reads tensors. A number would be part of the kernel, and each new number would cause a new compilation.
-    last = torch.tensor(offset, device=blocks.device)
-    table = blocks.clone().expand(batch, heads, *blocks.shape[-2:])
+    offset = torch.tensor((keys - queries if alignment == "bottom_right" else 0) if is_causal else keys, device=device)
+    sizes = (-(-queries // BLOCK), -(-keys // BLOCK))
+    table = (torch.ones(sizes, dtype=torch.bool, device=device) if blocks is None else blocks).expand(
+        batch, heads, *sizes
+    )
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j <= i + last) & table[b, h, i // BLOCK, j // BLOCK]
+        return (j <= i + offset) & table[b, h, i // BLOCK, j // BLOCK]
 
-    return create_block_mask(seen, batch, heads, queries, keys, device=blocks.device.type, BLOCK_SIZE=BLOCK)
+    return create_block_mask(seen, batch, heads, queries, keys, device=device.type, BLOCK_SIZE=BLOCK)
 
 
 def missing(device: Device) -> str | None:

@@ -18,6 +18,7 @@ from torch._functorch import config as functorch
 
 from flashproof import loading
 from flashproof.cases import Case
+from flashproof.impls.peers import flex
 from flashproof.impls.spec import Dtype
 from flashproof.registry import checks
 from flashproof.session import STATE, Session
@@ -89,7 +90,7 @@ def test_speed(
     benchmark.group = f"{direction}, {line} {dtype}"
     try:
         # torch.compile may warn about itself, and compiles backwards that run once, unless told otherwise.
-        with warnings.catch_warnings(), functorch.patch(donated_buffer=False):
+        with warnings.catch_warnings(), functorch.patch(donated_buffer=False), flex.masks_kept():
             warnings.simplefilter("ignore")
             measured = measure(implementation, case, direction, device, BUDGETS[session.selection.thorough])
     except Wrong as wrong:
