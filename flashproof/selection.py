@@ -85,7 +85,7 @@ class Selection:
         if about not in self._claimed:
             if self.cases:
                 chosen = [check.of_line(case) for case in self.cases if case.dtype == target.dtype]
-                if check.asked and not self.by_name:
+                if check.asked:
                     own = check.grid(self.space_of(target, is_sketch=True), target.dtype)
                     chosen = [case for case in chosen if case in own]
                 supports = target.implementation.supports

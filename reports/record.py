@@ -35,7 +35,7 @@ class Environment(msgspec.Struct, tag="environment", kw_only=True, frozen=True):
     command: str
 
 
-class Covered(msgspec.Struct, kw_only=True, frozen=True):
+class Covered(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     """How much of the space of cases the cases of a run cover, on one device."""
 
     cases: int
@@ -64,7 +64,7 @@ class Claim(msgspec.Struct, tag="claim", kw_only=True, frozen=True):
     verdict: str = ""  # of the run on all its implementations: its last line
 
 
-class Element(msgspec.Struct, kw_only=True, frozen=True):
+class Element(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     """The element with the largest ratio of error to bound."""
 
     index: tuple[int, ...]  # [batch, head, row, dim], or [batch, head, query] of the LSE
@@ -76,7 +76,7 @@ class Element(msgspec.Struct, kw_only=True, frozen=True):
     note: str = ""  # the properties of its row: "the query sees 518 keys; the largest weight is 99.8 %"
 
 
-class Grid(msgspec.Struct, kw_only=True, frozen=True):
+class Grid(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     """Where in a tensor the errors lie: the largest rho in each part, over all batch entries and heads.
 
     The rows (queries or keys) and the columns (dims) are cut into at most 16 equal parts each.
@@ -87,7 +87,7 @@ class Grid(msgspec.Struct, kw_only=True, frozen=True):
     rho: list[list[float | str]]
 
 
-class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
+class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True, gc=False):
     """The judgement of one tensor of one case.
 
     A fault of the kernel (exception, hang, crash) is a judgement with a message and without figures. A yes-or-no
@@ -130,7 +130,7 @@ class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True):
     axes: dict[str, float] = {}  # the place of the case in a sweep: {"queries": 1024, "magnitude": 8.0, "score": 88.5}
 
 
-class Absence(msgspec.Struct, tag="absence", kw_only=True, frozen=True):
+class Absence(msgspec.Struct, tag="absence", kw_only=True, frozen=True, gc=False):
     """The reason why something was not judged: the claim leaves it out, or this machine cannot run it.
 
     An empty check stands for all checks, and an empty dtype for all dtypes.

@@ -210,7 +210,7 @@ def test_of_the_catalogue(tmp_path: Path) -> None:
         "--impl=crashing",
         "--impl=tiled.fa2",
         "--impl=sdpa.math",
-        "--dtype=float32",
+        "--case=b1 h1 q65 k65 d16 float32",
         "-k",
         "test_answers or test_calls_agree",
     ]
