@@ -558,7 +558,7 @@ LARGE_CASES = (
 # four. All other factors are plain.
 COMMON: dict[str, tuple[str, ...]] = {
     "dtype": DTYPES,
-    "call": ("plain", "inference", "autocast"),
+    "call": ("plain", "inference", "deterministic", "autocast"),
     "wanted": ("all", "none", "dk-dv"),
     "group": ("1", "4"),
     "batch": ("1", "2"),
