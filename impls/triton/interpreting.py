@@ -9,7 +9,7 @@ for good. It keeps the prepared modules only until the launch ends, because the 
 preparation. The interpreter runs all other kernels as usual.
 
 A dropout mask takes about 150 operations on a whole tile, which the interpreter runs one by one. `first_word` computes
-the same numbers directly. The conversion of bfloat16 to float32 took a quarter of the time, and is a shift here.
+the same numbers directly.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -70,20 +70,6 @@ def _product(words: NDArray[np.uint32], multiplier: np.uint64) -> tuple[NDArray[
     return halves[..., 0::2], halves[..., 1::2]
 
 
-def _converted(number: NDArray[Any], source: Any, target: Any, rounding: Any) -> NDArray[Any]:
-    """Converts numbers as Triton's interpreter does, which takes bits apart.
-
-    From bfloat16 to float32 this is a shift. It is exact, also for subnormal numbers, which the interpreter gets wrong.
-    """
-    if source == tl.bfloat16 and target == tl.float32:
-        return np.left_shift(number.view(np.uint16), 16, dtype=np.uint32)
-    converted: NDArray[Any] = _convert(number, source, target, rounding)
-    return converted
-
-
-_convert = interpreter._convert_float
-
-
 def _like_the_first(
     initialise: Callable[..., None], key: Callable[..., Any], own: tuple[str, ...]
 ) -> Callable[..., None]:
@@ -97,12 +83,9 @@ def _like_the_first(
 
     def described(self: Any, *arguments: Any) -> None:
         like = key(*arguments)
-        known = kept.get(like)
-        if known is not None:
-            described = self.__dict__
-            described.update(known)
-            for name, argument in zip(own, arguments):  # noqa: B905
-                described[name] = argument
+        if like in kept:
+            vars(self).update(kept[like])
+            vars(self).update(zip(own, arguments, strict=False))
         else:
             initialise(self, *arguments)
             kept[like] = {name: value for name, value in vars(self).items() if name not in own}
@@ -148,6 +131,5 @@ _DESCRIBING = [
         "__init__",
         _like_the_first(tl.tensor.__init__, key=lambda handle, kind: kind.name, own=("handle", "type")),
     ),
-    (interpreter, "_convert_float", _converted),
     (interpreter, "_get_np_dtype", _as_to_the_first(interpreter._get_np_dtype, key=lambda kind: kind.name)),
 ]
