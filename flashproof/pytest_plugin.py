@@ -6,7 +6,6 @@ hooks and the fixtures.
 """
 
 import argparse
-import gc
 import importlib
 from collections.abc import Generator, Iterable
 from pathlib import Path
@@ -265,7 +264,6 @@ class Verification:
 
         if self.session.role == "main" and self.session.chosen is not None:
             check_keyword(self.session, len(session.items))
-        gc.freeze()  # collections pass over what was imported: with torch, half a million objects
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:

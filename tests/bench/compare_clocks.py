@@ -49,7 +49,8 @@ class Compared(NamedTuple):
 def compare(call: timing.Call) -> tuple[float, float]:
     """The median seconds of a call by the clock of the benchmarks, and by do_bench.
 
-    Both measure several times, in turn: do_bench alone differs from itself by up to 6 % as the chip's clock changes.
+    Both measure several times, in turn, because the speed of the chip changes. On an H200, two measurements of one call
+    by do_bench differed by up to 7 %.
     """
     from triton.testing import do_bench
 

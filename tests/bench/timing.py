@@ -60,9 +60,9 @@ def seconds(timed: Sequence[Call], device: Device, rounds: int = 1) -> list[list
     """Measures calls in turn, so that the machine is in the same state for all. Returns the seconds of each round.
 
     On a GPU, all calls are launched before the first result is waited for, so that the GPU never idles. A buffer is
-    written before each call, which empties the L2 cache. It is small, as in `triton.testing.do_bench`: while a large
-    buffer is written, the tensor cores rest, and afterwards they run at a higher clock. An H200 was up to 10 % faster.
-    But where the host takes longer than the call, only a large buffer keeps the GPU busy until the call is launched.
+    written before each call, which empties the L2 cache. It is small, as in `triton.testing.do_bench`: after a large
+    buffer, an H200 was up to 10 % faster, probably because the tensor cores rest meanwhile. But where the host takes
+    longer than the call, only a large buffer keeps the GPU busy until the call is launched.
     """
     if device == "cpu":
         return [list(times) for times in zip(*([_on_cpu(call) for call in timed] for _ in range(rounds)), strict=True)]

@@ -108,7 +108,7 @@ def test_a_part_is_refused_where_a_whole_run_is_asked_for(path: Path) -> None:
 def test_a_sample_is_repeated_by_its_seed(path: Path) -> None:
     edit(path, is_certified, lambda record: record["worst"].update(got=0.0))
     seal_again(path)
-    once, again = ([checking.check(path, 1, seed).problems for seed in range(6)] for _ in range(2))
+    once, again = ([checking.check(path, 1, seed).problems for seed in range(30)] for _ in range(2))
     assert once == again
     assert any(once)
     assert not all(once)
@@ -202,7 +202,12 @@ FORGERIES: dict[str, tuple[Callable[[Fields], object], str]] = {
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_forged_figure(path: Path, name: str) -> None:
     change, words = FORGERIES[name]
-    edit(path, is_certified, change)
+
+    def which(record: Fields) -> bool:
+        # The worst element is that of the larger rho. So the smaller one cannot be computed from the record.
+        return is_certified(record) and (name != "rho" or record["rho_statistical"] > record["rho"])
+
+    edit(path, which, change)
     seal_again(path)
     assert words in problems(path)
 

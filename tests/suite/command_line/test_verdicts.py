@@ -180,6 +180,11 @@ def test_the_last_line(project: Path, words: list[str], status: int, says: str) 
             1,
             r"^required, and not verified: dropout, float16 of mine.py:right$",
         ),
+        (
+            ["mine.py:forward_only", "--require", "backward"],
+            1,
+            r"^required, and not verified: backward of mine.py:forward_only$",
+        ),
         (["mine.py:right", "--strict"], 0, r"^passed: "),
         (["mine.py:forward_only", "--strict"], 1, r"^no gradient was judged: mine.py:forward_only, float32$"),
         (

@@ -83,6 +83,15 @@ def test_a_run_judges_every_case_of_the_array(name: str) -> None:
     assert set(selection.space_of(selection.targets[0]).cases) <= judged
 
 
+def test_a_check_that_is_asked_for_takes_only_its_own_cases() -> None:
+    """The checks of training have tensors of their own. They leave out any other case, also if -k chooses them."""
+    selection = Selection(["sdpa.math"], ["float32"], "cpu", [Case.parse("b1 h1 q5 k5 d8 float32")], by_name=True)
+    (target,) = selection.targets
+    of_training = [check for check in checks().values() if check.asked]
+    assert of_training
+    assert not any(selection.cases_of(check, target) for check in of_training)
+
+
 @pytest.mark.parametrize("case", POINTS, ids=str)
 def test_a_point_is_its_line(case: Case) -> None:
     assert Case.parse(str(case)) == case
