@@ -112,25 +112,15 @@ class BackwardTile:
 class QueryTile:
     """The constants of fa3_dquery.cu.
 
-    Each of the `workers` warpgroups has 64 queries. Shared memory holds `key_stages` tiles of keys and `value_stages`
-    tiles of values.
+    Shared memory holds `key_stages` tiles of keys and `value_stages` tiles of values.
     """
 
     dim: int
-    workers: int
     step: int  # keys of a tile
     key_stages: int
     value_stages: int
-
-    @property
-    def own(self) -> int:
-        """The number of queries of a block."""
-        return 64 * self.workers
-
-    @property
-    def warps(self) -> int:
-        """The number of warps of a block: 4 for each worker and 4 for the producer."""
-        return 4 * (self.workers + 1)
+    own: int = 128  # queries of a block
+    warps: int = 12  # warps of two workers and the producer
 
     @property
     def shared_bytes(self) -> int:
@@ -141,7 +131,6 @@ class QueryTile:
     def constants(self) -> dict[str, int | str]:
         return {
             "DIM": self.dim,
-            "WORKERS": self.workers,
             "STEP": self.step,
             "KEY_STAGES": self.key_stages,
             "VALUE_STAGES": self.value_stages,
@@ -152,10 +141,8 @@ class QueryTile:
 FORWARD = {64: ForwardTile(64, 3, 128, 6), 128: ForwardTile(128, 2, 128, 4), 256: ForwardTile(256, 2, 80, 4)}
 FORWARD_LONG = {128: ForwardTile(128, 2, 176, 4)}  # without a causal mask and with at least LONG keys
 LONG = 8192
-BACKWARD = {64: BackwardTile(64, 128, 2), 128: BackwardTile(128, 80, 2), 256: BackwardTile(256, 64, 2)}
-# The deterministic backward: dK and dV, and dQ.
-KEYS_ALONE = {tile.dim: replace(tile, atomic=False) for tile in BACKWARD.values()}
-DQUERY = {64: QueryTile(64, 2, 128, 3, 3), 128: QueryTile(128, 2, 80, 4, 4), 256: QueryTile(256, 2, 48, 2, 2)}
+BACKWARD = {64: BackwardTile(64, 128, 2), 128: BackwardTile(128, 80, 2), 256: BackwardTile(256, 64, 2, atomic=False)}
+DQUERY = {64: QueryTile(64, 128, 3, 3), 128: QueryTile(128, 80, 4, 4), 256: QueryTile(256, 48, 3, 1)}
 
 
 def forward_tile(call: Call) -> ForwardTile:
@@ -174,7 +161,7 @@ def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
         *(tile.step for tile in (*FORWARD.values(), *FORWARD_LONG.values())),
         *(tile.own for tile in BACKWARD.values()),
     ]
-    query_tile = min(tile.step for tile in (*BACKWARD.values(), *KEYS_ALONE.values()))
+    query_tile = min(tile.step for tile in BACKWARD.values())
     return replace(arithmetic_of_flash(dtype, device), key_tile=min(steps), query_tile=query_tile)
 
 
@@ -474,7 +461,9 @@ def backward(
     deterministic: bool,
 ) -> tuple[Queries, Keys, Keys]:
     """Runs the backward and returns (dquery, dkey, dvalue). deterministic: dQ has the same bits in every run."""
-    tile = (KEYS_ALONE if deterministic else BACKWARD)[padded_dim(call.dim)]
+    tile = BACKWARD[padded_dim(call.dim)]
+    if deterministic:
+        tile = replace(tile, atomic=False)
     dout, query, key, value, out = (fitted(tensor) for tensor in (dout, query, key, value, out))
     dquery, dkey, dvalue = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
     tiles = call.batch * call.heads * -(-call.queries // tile.step)
@@ -611,7 +600,7 @@ def dquery_launch(
         *("fa3_dquery.cu", "dquery", call.batch * call.heads * query_tiles, tile.warps, tile.shared_bytes),
         constants={"BF16": int(query.dtype == torch.bfloat16), "CAUSAL": int(call.is_causal)}
         | tile.constants
-        | {"ROWS_PREPARED": prepared.step},
+        | {"PREPARED": prepared.step},
         tensors=(query, key, value, dout, statistics, dquery),
         arguments=(*boxes, ctypes.c_void_p(statistics.data_ptr()), View.of(dquery), problem),
     )

@@ -3,8 +3,7 @@
 //             dQ to 0
 //   backward  computes dK and dV, and adds up dQ in float32
 //   finish    rounds dQ and stores it in its usual order
-//
-// With ATOMIC = 0, `backward` leaves out dQ, and fa3_dquery.cu takes the place of `finish`.
+// If ATOMIC is 0, `backward` computes only dK and dV, and the kernel of fa3_dquery.cu takes the place of `finish`.
 //
 // A block of `backward` owns 128 keys of a head and loops over the queries. Each of its two workers has 64 of the keys.
 // Scores are transposed here, [keys, queries]. With P = exp(S - L) and dS = P o (dP - delta):
@@ -19,7 +18,7 @@
 //
 // At head dim 256 (WIDE) the sums of 64 keys do not fit in the registers of a warpgroup. There a block owns 64 keys.
 // Each worker computes the scores of half of the tile's queries, and both write P^T and dS^T to shared memory. Then
-// each worker computes half of the columns of dV, dK and dQ.
+// each worker computes half of the columns of dV and dK. ATOMIC is 0.
 //
 // The loader defines BF16, DIM (64, 128 or 256), STEP (queries of a tile), STAGES (tiles of Q and of dO in shared
 // memory), ATOMIC, CAUSAL, and the kernel: PREPARE, BACKWARD or FINISH.
@@ -30,6 +29,7 @@ constexpr bool WIDE = DIM == 256;
 // Columns of dQ^T [DIM, STEP] that a worker computes, 64 rows at a time: half of the queries at head dim 64, else all.
 constexpr int PART = DIM == 64 ? STEP / 2 : STEP;
 constexpr int TILE = STEP * DIM;  // numbers in a tile of dQ
+static_assert(!(WIDE && ATOMIC), "head dim 256 has a kernel of its own for dQ");
 
 struct Problem {
     int batches, heads, groups;  // groups: heads that share a head of keys
@@ -274,9 +274,9 @@ struct Worker {
             Product<WIDTH>::template shared<0, 1>(sums, ahead(a, q * 2), ahead(b, q * ROW_BYTES), true);
         products_end();
     }
-    // Issues the worker's half of dQ^T = K^T dS^T. WIDE: 64 rows of dQ^T, from panel `part` of K.
-    DEVICE void issue_dquery(float (&dq)[PART / 2], Address scores, int part) const {
-        const Matrix a = matrix(memory + KEYS + (DIM == 64 ? 0 : part * OWN * ROW_BYTES));
+    // Issues the worker's half of dQ^T = K^T dS^T.
+    DEVICE void issue_dquery(float (&dq)[PART / 2], Address scores) const {
+        const Matrix a = matrix(memory + KEYS + (DIM == 64 ? 0 : index * OWN * ROW_BYTES));
         // The offset of the half's columns in bytes.
         const int half = DIM != 64 ? 0 : PART == 32 ? index * 64 : index * OWN * ROW_BYTES;
         const Matrix b = matrix(scores + half, OWN * ROW_BYTES);
@@ -331,10 +331,10 @@ struct Worker {
     DEVICE void issue_last_dquery(float (&dq)[PART / 2]) const {
         barrier_wait(memory + SCORE_FULL + 8 * score.place(), score.parity());
         products_begin();
-        issue_dquery(dq, memory + SCORES + score.place() * SCORE_BYTES, index);
+        issue_dquery(dq, memory + SCORES + score.place() * SCORE_BYTES);
     }
-    static DEVICE void add_dquery(float (&dq)[PART / 2], float* sums, int part) {
-        float* const to = sums + (part * (PART / 8) * 128 + thread_again() % 128) * 4;
+    DEVICE void add_dquery(float (&dq)[PART / 2], float* sums) const {
+        float* const to = sums + (index * (PART / 8) * 128 + thread_again() % 128) * 4;
         UNROLL
         for (int j = 0; j < PART / 8; ++j) add_to_memory(to + j * 512, dq + 4 * j);
     }
@@ -381,7 +381,7 @@ struct Worker {
         if constexpr (ADDS) {
             products_wait<1>();  // dQ
             pin(dq);
-            add_dquery(dq, sums_before, index);
+            add_dquery(dq, sums_before);
             score.next();
         }
         barrier_wait(memory + DOUT_FULL + 8 * dout.place(), dout.parity());
@@ -414,8 +414,8 @@ struct Worker {
     }
 
     // WIDE: processes one tile of queries. The workers exchange P^T and dS^T, and each computes half of the columns of
-    // dV, dK and dQ.
-    DEVICE void advance_wide(Registers& x, const Problem& problem, int first_key, int tile, bool masked, float* sums) {
+    // dV and dK.
+    DEVICE void advance_wide(Registers& x, const Problem& problem, int first_key, int tile, bool masked) {
         memory = again(memory);
         const Address q = memory + QUERIES + query.place() * STEP_BYTES, d = memory + DOUTS + dout.place() * STEP_BYTES;
         const Address statistics = memory + STATISTICS + query.place() * STATISTICS_BYTES;
@@ -442,21 +442,9 @@ struct Worker {
         arrive(SCORE_FULL + 8 * score.place());
         barrier_wait(memory + SCORE_FULL + 8 * score.place(), score.parity());
         score.next();
-        float dq[2][PART / 2];
         products_begin();
-        if constexpr (ATOMIC) {
-            issue_dquery(dq[0], scores, 2 * index);
-            issue_dquery(dq[1], scores, 2 * index + 1);
-        }
         issue_half_sums(x.dv, weights, d);
         issue_half_sums(x.dk, scores, q);
-        if constexpr (ATOMIC) {
-            products_wait<2>();  // dQ
-            pin(dq[0]);
-            pin(dq[1]);
-            add_dquery(dq[0], sums, 2 * index);
-            add_dquery(dq[1], sums, 2 * index + 1);
-        }
         products_wait<0>();
         pin(x.dv);
         pin(x.dk);
@@ -479,26 +467,25 @@ struct Worker {
             int tile = work.start;
             const int first_head = work.batch * problem.heads + work.head * problem.groups;
             int position = first_head * problem.query_tiles + tile;  // of the tile among all tiles
-            constexpr bool LATE = ATOMIC && !WIDE;  // dQ is one tile late
-            if constexpr (LATE) advance<false>(x, problem, work.first_key, tile, tile < cut, sums);
+            if constexpr (ATOMIC) advance<false>(x, problem, work.first_key, tile, tile < cut, sums);
             ROLLED
-            for (int visit = problem.groups * work.visits - LATE; visit > 0; --visit) {
+            for (int visit = problem.groups * work.visits - ATOMIC; visit > 0; --visit) {
                 float* const at = sums + static_cast<long long>(position) * TILE;
-                if constexpr (WIDE) advance_wide(x, problem, work.first_key, tile, tile < cut, at);
-                if constexpr (!WIDE && !LATE) advance<false>(x, problem, work.first_key, tile, tile < cut, at);
+                if constexpr (WIDE) advance_wide(x, problem, work.first_key, tile, tile < cut);
+                if constexpr (!WIDE && !ATOMIC) advance<false>(x, problem, work.first_key, tile, tile < cut, at);
                 ++position;
                 if (++tile == problem.query_tiles) {
                     tile = work.start;
                     position += work.start;
                 }
-                if constexpr (LATE) advance<true>(x, problem, work.first_key, tile, tile < cut, at);
+                if constexpr (ATOMIC) advance<true>(x, problem, work.first_key, tile, tile < cut, at);
             }
-            if constexpr (LATE) {
+            if constexpr (ATOMIC) {
                 float dq[PART / 2];
                 issue_last_dquery(dq);
                 products_wait<0>();
                 pin(dq);
-                add_dquery(dq, sums + static_cast<long long>(position) * TILE, index);
+                add_dquery(dq, sums + static_cast<long long>(position) * TILE);
             }
         }
         const int first_key = work.first_key + (WIDE ? 0 : index * ROWS) + row(thread_again());

@@ -9,10 +9,11 @@
 //
 //   worker, tile i:   S(i), dP(i), dQ += dS(i - 1) K(i - 1) issued | P(i) | dS(i)
 //
-// The loader defines BF16, DIM (64, 128 or 256), WORKERS, STEP (keys of a tile), KEY_STAGES and VALUE_STAGES (tiles of K
-// and of V in shared memory), ROWS_PREPARED (the queries of a tile of `prepare`), and CAUSAL.
+// The loader defines BF16, DIM (64, 128 or 256), STEP (keys of a tile), KEY_STAGES and VALUE_STAGES (tiles of K and of V
+// in shared memory), PREPARED (queries of a tile of `prepare`), and CAUSAL.
 #include "hopper.cuh"
 
+constexpr int WORKERS = 2;
 constexpr int ROWS = 64;             // queries of a worker
 constexpr int OWN = WORKERS * ROWS;  // queries of a block
 constexpr int PANELS = DIM / PANEL;
@@ -109,11 +110,11 @@ struct Producer {
 
 // The thread's share of the worker's matrices.
 struct Registers {
-    float dq[DIM / 2];            // [64, DIM]
-    float s[STEP / 2];            // the scores [64, STEP], then the weights
-    float dp[STEP / 2];           // dP [64, STEP], then dS
-    unsigned ds[STEP / 4];        // the rounded dS of the previous tile: the left operand of dS K
-    float lse[2], delta[2];       // of the thread's two rows
+    float dq[DIM / 2];       // [64, DIM]
+    float s[STEP / 2];       // the scores [64, STEP], then the weights
+    float dp[STEP / 2];      // dP [64, STEP], then dS
+    unsigned ds[STEP / 4];   // the rounded dS of the previous tile: the left operand of dS K
+    float lse[2], delta[2];  // of the thread's two rows
 };
 
 struct Worker {
@@ -215,14 +216,14 @@ struct Worker {
     static DEVICE void read_statistics(Registers& x, const Problem& problem, const Work& work, int first_query,
                                        Global<const float> statistics) {
         const long long pair = static_cast<long long>(work.batch) * problem.heads + work.head;
-        const int tiles = (problem.queries + ROWS_PREPARED - 1) / ROWS_PREPARED;
+        const int tiles = (problem.queries + PREPARED - 1) / PREPARED;
         UNROLL
         for (int r = 0; r < 2; ++r) {
-            const int query = first_query + row() + 8 * r, within = query % ROWS_PREPARED;
+            const int query = first_query + row() + 8 * r, within = query % PREPARED;
             const bool inside = query < problem.queries;
-            const Global<const float> from = statistics + (pair * tiles + query / ROWS_PREPARED) * 2 * ROWS_PREPARED;
+            const Global<const float> from = statistics + (pair * tiles + query / PREPARED) * 2 * PREPARED;
             x.lse[r] = inside ? from[within] : INFINITY;
-            x.delta[r] = inside ? from[ROWS_PREPARED + within] : 0.0f;
+            x.delta[r] = inside ? from[PREPARED + within] : 0.0f;
         }
     }
 
@@ -287,10 +288,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // multiprocessor.
     const Work work = work_of(problem, blockIdx.x);
     if (warpgroup == 0) {
-        registers_reduce<WORKERS == 2 ? 24 : 32>();
+        registers_reduce<24>();
         if (threadIdx.x == 0) Producer{memory}.produce(query, key, value, dout, problem, work);
     } else {
-        registers_increase<WORKERS == 2 ? 240 : 160>();
+        registers_increase<240>();
         Worker{memory, warpgroup - 1}.attend(problem, work, statistics, gradient);
     }
 }
