@@ -622,7 +622,7 @@ def counted(launch: Launch, work: int) -> Launch:
 
 @torch.library.custom_op("flashproof::cuda_fa3_forward", mutates_args=())
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, offset: int, deterministic: bool
+    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, offset: int, deterministic: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The forward: returns (out, lse). deterministic is for the backward; the forward always is."""
     return forward(call_of(query, key, scale, is_causal, offset, 0.0, 0), query, key, value)
@@ -639,7 +639,7 @@ def _backward(
     scale: float,
     is_causal: bool,
     offset: int,
-    deterministic: bool,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward: returns (dquery, dkey, dvalue). torch's deterministic mode asks for a deterministic one, too."""
     return backward(

@@ -1,16 +1,17 @@
-// FlashAttention-3, dQ by a kernel of its own, in CUDA C++ for Hopper. It stands beside fa3_backward.cu, whose `backward`
-// then computes only dK and dV. S and dP are computed twice, so the backward makes 7 products instead of 5. But no two
-// blocks add to the same number: the order of each sum is fixed, and dQ has the same bits in every run.
+// FlashAttention-3, backward: dQ by a kernel of its own, in CUDA C++ for Hopper. `backward` of fa3_backward.cu then
+// computes only dK and dV. S and dP are computed twice, so the backward makes 7 products instead of 5. But no two
+// blocks add to the same number. The order of every sum is fixed, and dQ has the same bits in every run.
 //
-// The kernel resembles the forward (fa3.cu). A block owns 64 queries for each of its workers and loops over the keys:
-//   S = Q K^T   dP = dO V^T   P = exp(S - L)   dS = P o (dP - delta)   dQ += dS K
-// There is no maximum to find, since the LSE is known. The registers of dP become those of dS, which is the left operand
-// of the last product. That product is one tile late, so it runs under the exponentials of the next tile:
+// The kernel resembles the forward (fa3.cu). A block owns 128 queries of a head and loops over the keys. Each of its
+// two workers has 64 of the queries. With P = exp(S - L) and dS = P o (dP - delta):
+//   S = Q K^T   dP = dO V^T   dQ += dS K
+// The LSE L is known, so there is no maximum to find. The registers of dP become those of dS, the left operand of dS K.
+// That product is one tile late, and runs under the exponentials of the next tile:
 //
 //   worker, tile i:   S(i), dP(i), dQ += dS(i - 1) K(i - 1) issued | P(i) | dS(i)
 //
-// The loader defines BF16, DIM (64, 128 or 256), STEP (keys of a tile), KEY_STAGES and VALUE_STAGES (tiles of K and of V
-// in shared memory), PREPARED (queries of a tile of `prepare`), and CAUSAL.
+// The loader defines BF16, DIM (64, 128 or 256), STEP (keys of a tile), KEY_STAGES and VALUE_STAGES (tiles of K and of
+// V in shared memory), PREPARED (queries of a tile of `prepare`), and CAUSAL.
 #include "hopper.cuh"
 
 constexpr int WORKERS = 2;
@@ -122,6 +123,7 @@ struct Worker {
     int index;  // 0 to WORKERS - 1
     Walk<KEY_STAGES> key;
     Walk<VALUE_STAGES> value;
+    int before = 0;  // the place of the previous tile of keys
 
     // The first of the thread's two rows among the worker's 64 (the other one is row() + 8), and the first of its two
     // columns among eight.
@@ -144,9 +146,9 @@ struct Worker {
         }
         products_end();
     }
-    // Issues dq += dS K, with the keys at a place of the ring.
-    DEVICE void issue_dquery(float (&dq)[DIM / 2], const unsigned (&ds)[STEP / 4], int place) const {
-        const Matrix k = matrix(memory + KEYS + place * STEP_BYTES, STEP * ROW_BYTES);
+    // Issues dq += dS K of the previous tile.
+    DEVICE void issue_dquery(float (&dq)[DIM / 2], const unsigned (&ds)[STEP / 4]) const {
+        const Matrix k = matrix(memory + KEYS + before * STEP_BYTES, STEP * ROW_BYTES);
         UNROLL
         for (int row = 0; row < STEP; row += 16)
             Product<DIM>::template registers<1>(dq, ds + row / 4, ahead(k, row * ROW_BYTES));
@@ -172,10 +174,10 @@ struct Worker {
         }
     }
 
-    // Processes one tile of keys. It starts with dS of the previous tile, whose keys are at the place `before`, and
-    // leaves dS of this tile. FIRST: there is no previous tile.
+    // Processes one tile of keys. It starts with dS of the previous tile, adds its product with K to dQ, and leaves dS
+    // of this tile. FIRST: there is no previous tile.
     template <bool FIRST>
-    DEVICE void advance(Registers& x, const Problem& problem, int first_query, int tile, bool masked, int before) {
+    DEVICE void advance(Registers& x, const Problem& problem, int first_query, int tile, bool masked) {
         memory = again(memory);
         barrier_wait(memory + KEY_FULL + 8 * key.place(), key.parity());
         pin(x.dq);
@@ -186,7 +188,7 @@ struct Worker {
         issue_scores(x.dp, DOUTS, VALUES + value.place() * STEP_BYTES);
         if constexpr (!FIRST) {
             products_begin();
-            issue_dquery(x.dq, x.ds, before);
+            issue_dquery(x.dq, x.ds);
         }
         products_wait<FIRST ? 1 : 2>();  // the scores
         pin(x.s);
@@ -208,6 +210,7 @@ struct Worker {
         }
         UNROLL
         for (int i = 0; i < STEP / 4; ++i) x.ds[i] = pack(x.dp[2 * i], x.dp[2 * i + 1]);
+        before = key.place();
         key.next();
         value.next();
     }
@@ -238,16 +241,12 @@ struct Worker {
             read_statistics(x, problem, work, first_query, statistics);
             barrier_wait(memory + QUERY_FULL, 0);
             barrier_wait(memory + DOUT_FULL, 0);
-            int tile = work.visits - 1, before = key.place();
-            advance<true>(x, problem, first_query, tile, tile >= whole, before);
+            int tile = work.visits - 1;
+            advance<true>(x, problem, first_query, tile, tile >= whole);
             ROLLED
-            while (--tile >= 0) {
-                const int place = key.place();
-                advance<false>(x, problem, first_query, tile, tile >= whole, before);
-                before = place;
-            }
+            while (--tile >= 0) advance<false>(x, problem, first_query, tile, tile >= whole);
             products_begin();
-            issue_dquery(x.dq, x.ds, before);
+            issue_dquery(x.dq, x.ds);
             products_wait<0>();
             pin(x.dq);
         }
