@@ -224,7 +224,9 @@ class TensorMap(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Boxes:
-    """A tensor [batch, heads, length, dim] that the copy engine reads in boxes of `rows` rows and 64 columns.
+    """A tensor [batch, heads, length, dim] that the copy engine reads in boxes of `rows` rows of 128 bytes.
+
+    Its elements take 16 bits, or 8 bits if its dtype is uint8.
 
     The driver encodes it as a TensorMap when the kernel is launched, and not earlier, because a machine without a GPU
     may have no driver.
@@ -238,9 +240,7 @@ class Boxes:
         tensor = self.tensor
         if launching.on_twin(tensor):
             return self._described()
-        return _encoded(
-            tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype == torch.bfloat16, self.rows
-        )
+        return _encoded(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, self.rows)
 
     def _described(self) -> TensorMap:
         """The same for the twin: `Description` of twin_hopper.h."""
@@ -251,7 +251,9 @@ class Boxes:
 
 
 @functools.lru_cache(maxsize=4096)
-def _encoded(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], bfloat16: bool, rows: int) -> TensorMap:
+def _encoded(
+    pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int
+) -> TensorMap:
     """The TensorMap of a tensor.
 
     It depends only on these arguments, so a cached map is right for every tensor with the same arguments.
@@ -259,16 +261,20 @@ def _encoded(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], bfl
     from cuda.bindings import driver
 
     kind = driver.CUtensorMapDataType
-    element = kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if bfloat16 else kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+    element = {
+        torch.float16: kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        torch.bfloat16: kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.uint8: kind.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    }[dtype]
     # torch allows any stride for a dimension of size 1. The copy engine asks for a multiple of 16 bytes.
-    steps = [2 * strides[i] if shape[i] > 1 else 16 for i in (2, 1, 0)]
+    steps = [dtype.itemsize * strides[i] if shape[i] > 1 else 16 for i in (2, 1, 0)]
     status, made = driver.cuTensorMapEncodeTiled(
         element,
         4,
         pointer,
         [driver.cuuint64_t(size) for size in reversed(shape)],
         [driver.cuuint64_t(step) for step in steps],
-        [driver.cuuint32_t(size) for size in (64, rows, 1, 1)],
+        [driver.cuuint32_t(size) for size in (128 // dtype.itemsize, rows, 1, 1)],
         [driver.cuuint32_t(1)] * 4,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
