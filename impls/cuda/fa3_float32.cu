@@ -2,8 +2,8 @@
 // product of float32 numbers is made of six products of bfloat16 parts (parts.cuh).
 //
 // What changes against fa3.cu:
-// - The kernel `split` writes the parts of Q, K and V to scratch. The copy engine fetches them from there. P is split
-//   in registers.
+// - The kernel of fa3_float32_split.cu writes the parts of Q, K and V to scratch. The copy engine fetches them from
+//   there. P is split in registers.
 // - A place of the ring holds one part of a tile of K or V. The parts come in the order of their use, 3 2 1, and each
 //   is released as soon as its products are complete.
 // - A tensor core cuts its sums off. So each tile of P V is summed afresh and added to the output in float32, by the
@@ -20,82 +20,9 @@
 // cancels in the output, and the LSE takes it out again. For a large |m c| the row computes (s - m) c in two
 // operations, so that equal scores weigh exactly 1, however large they are.
 //
-// The loader defines the kernel, SPLIT or FORWARD. FORWARD needs DIM (64 or 128; tensors may have fewer columns, and
-// the copy engine fills the others with zeros), WORKERS, STEP (keys of a tile), STAGES (parts of tiles in shared
-// memory), CAUSAL, and SIGN (of the scale).
+// The loader defines DIM (64 or 128; tensors may have fewer columns, and the copy engine fills the others with zeros),
+// WORKERS, STEP (keys of a tile), STAGES (parts of tiles in shared memory), CAUSAL, and SIGN (of the scale).
 #include "parts.cuh"
-
-#ifdef SPLIT
-
-constexpr int BLOCK_ROWS = 64;  // rows of a block
-
-// A tensor [batches, heads, rows, dim], and room for its parts, [3, batches, heads, rows, 8 pieces].
-struct Source {
-    View from;
-    uint4* to;
-    long long all;  // pieces of a part
-    int heads, rows, dim, pieces;
-    int vectors;  // whether rows can be read in aligned pieces of 16 bytes
-    int blocks;
-};
-struct Sources {
-    Source of[4];
-};
-
-// Splits eight columns of a row. Columns from dim on get zeros. The largest numbers, which round to an infinite first
-// part, get the largest finite one. An infinity becomes NaN in the other parts.
-DEVICE void split_piece(const Source& source, const float* tile, uint4* to, int row, int column) {
-    const float* const numbers = tile + row * source.from.row + column * source.from.column;
-    float x[8];
-    if (source.vectors) {
-        const float4* const fours = reinterpret_cast<const float4*>(numbers);
-        const float4 low = fours[0], high = fours[1];
-        x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
-        x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
-    } else {
-        UNROLL
-        for (int i = 0; i < 8; ++i) x[i] = column + i < source.dim ? numbers[i * source.from.column] : 0.0f;
-    }
-    unsigned parts[PARTS][4];
-    UNROLL
-    for (int i = 0; i < 4; ++i) {
-        float first[2];
-        UNROLL
-        for (int j = 0; j < 2; ++j) {
-            const float y = x[2 * i + j];
-            const bool rounds_up = fabsf(y) > LARGEST_PART && fabsf(y) < INFINITY;
-            first[j] = rounds_up ? copysignf(LARGEST_PART, y) : y;
-        }
-        unsigned unused;
-        parts[0][i] = pack(first[0], first[1]);
-        split(x[2 * i] - low_of(parts[0][i]), x[2 * i + 1] - high_of(parts[0][i]), parts[1][i], parts[2][i], unused);
-    }
-    UNROLL
-    for (int part = 0; part < PARTS; ++part)
-        to[part * source.all] = make_uint4(parts[part][0], parts[part][1], parts[part][2], parts[part][3]);
-}
-
-// Writes the parts of up to four tensors, one after the other. A thread splits eight columns at a time.
-extern "C" __global__ void __launch_bounds__(256) split(const __grid_constant__ Sources sources) {
-    int block = blockIdx.x, which = 0;
-    while (block >= sources.of[which].blocks) block -= sources.of[which++].blocks;
-    const Source& source = sources.of[which];
-    const int tiles = (source.rows + BLOCK_ROWS - 1) / BLOCK_ROWS, pair = block / tiles;
-    const int first_row = block % tiles * BLOCK_ROWS;
-    const int count = smaller_of(source.rows - first_row, BLOCK_ROWS) * source.pieces;
-    const float* const tile = source.from.data + pair / source.heads * source.from.batch +
-                              pair % source.heads * source.from.head + first_row * source.from.row;
-    uint4* const to = source.to + (static_cast<long long>(pair) * source.rows + first_row) * source.pieces;
-    UNROLL
-    for (int i = 0; i < 4; ++i) {
-        const int index = threadIdx.x + 256 * i;  // at most 16 pieces of a row: 1024 of a block
-        if (index < count) split_piece(source, tile, to + index, index / source.pieces, index % source.pieces * 8);
-    }
-}
-
-#endif
-
-#ifdef FORWARD
 
 constexpr int ROWS = 64;             // queries of a worker
 constexpr int OWN = WORKERS * ROWS;  // queries of a block
@@ -391,7 +318,7 @@ struct Worker {
     }
 
     // Computes and stores the output and the LSE of this worker's 64 queries of a piece of work.
-    DEVICE void attend(const Problem& problem, const Work& work, unsigned parity, const View& out, float* lse) {
+    DEVICE void attend(const Problem& problem, const Work& work, unsigned parity, const View& out, Global<float> lse) {
         const int first_query = work.first_query + index * ROWS;
         // `needed` tiles of keys are seen by some of the worker's queries, and `whole` tiles are seen by all of them
         // completely. Another worker of the block may need more tiles. These come first, and this worker skips them.
@@ -433,8 +360,8 @@ struct Worker {
 
     // Divides by the sums of the weights, and stores the output and the LSE. A row that sees no key has maximum -inf
     // and total 0. Its LSE is -inf, and its output is 0.
-    static DEVICE void store(const Problem& problem, const Work& work, const View& out, float* lse, int first_row,
-                             const float (&o)[DIM / 2], const Rows& rows) {
+    static DEVICE void store(const Problem& problem, const Work& work, const View& out, Global<float> lse,
+                             int first_row, const float (&o)[DIM / 2], const Rows& rows) {
         UNROLL
         for (int r = 0; r < 2; ++r) {
             const int query = first_row + 8 * r;
@@ -461,9 +388,9 @@ struct Worker {
 // the same time need separate counters.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     forward(const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
-            const __grid_constant__ TensorMap value, const __grid_constant__ View out, float* lse,
+            const __grid_constant__ TensorMap value, const __grid_constant__ View out, Global<float> lse,
             const __grid_constant__ Problem problem, int* counter) {
-    extern __shared__ __align__(1024) char shared[];
+    char* const shared = shared_memory();
     const Address memory = static_cast<Address>(__cvta_generic_to_shared(shared));
     const int warpgroup = __shfl_sync(ALL, threadIdx.x / 128, 0);
     if (threadIdx.x == 0) {
@@ -529,5 +456,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     }
 }
-
-#endif
+EXPORT(forward)

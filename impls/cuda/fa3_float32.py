@@ -4,8 +4,7 @@ The algorithms are in `fa3_float32.cu` and `fa3_float32_backward.cu`, the parts 
 operators of torch, `flashproof::cuda_fa3_float32_forward` and `flashproof::cuda_fa3_float32_backward`, launch the
 kernels. torch.compile supports such operators.
 
-The CPU twin does not know the primitives of `parts.cuh` yet. So these kernels run only on a Hopper GPU. On other
-machines only their compilation is checked.
+The kernels run on Hopper GPUs. On a machine without a GPU they run on the CPU twin (`twin_hopper.h`).
 """
 
 import ctypes
@@ -17,13 +16,12 @@ import torch
 from torch import Tensor
 
 from flashproof.impls.call import Attention, Call, Keys, Queries, Rows
-from flashproof.impls.cuda import fa3
+from flashproof.impls.cuda import fa3, launching
 from flashproof.impls.cuda.fa3 import BackwardProblem, Boxes, ForwardProblem, HopperLaunch
 from flashproof.impls.cuda.launching import Launch, View, call_of, check_scale, padded_dim, sign_of, vectors
 from flashproof.impls.spec import OWN_KERNELS, Arithmetic, Device, Dtype, Implementation
 
 TARGETS = fa3.TARGETS
-TWIN = "CPU twin: it does not know the float32 parts of cuda.fa3_float32 yet"
 LARGEST_DIM = 128  # the parts of larger heads do not fit in shared memory
 PARTS = 3  # bfloat16 parts of a number
 SPLIT_ROWS = 64  # rows that a block of the kernel `split` reads
@@ -85,7 +83,7 @@ class BackwardTile:
 
     @property
     def constants(self) -> dict[str, int | str]:
-        return {"DIM": self.dim, "STEP": self.step}
+        return {"DIM": self.dim, "STEP": self.step, "STAGES": self.stages}
 
 
 # The tiles by the padded head dim. docs/fa3_float32.md says how they were chosen.
@@ -111,11 +109,6 @@ def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
     )
 
 
-def missing(device: Device) -> str | None:
-    """The reason why the kernels cannot run on a device, or None if they can."""
-    return TWIN if device == "cpu" else fa3.missing(device)
-
-
 # ------------------------------------------------------------------------------------------------------------- launches
 
 
@@ -126,7 +119,7 @@ def parts_of(tensor: Tensor) -> Tensor:
 
 
 class Source(ctypes.Structure):
-    """A tensor and room for its parts, as `Source` of fa3_float32.cu."""
+    """A tensor and room for its parts, as `Source` of fa3_float32_split.cu."""
 
     _fields_ = (
         *(("from", View), ("to", ctypes.c_void_p), ("all", ctypes.c_longlong)),
@@ -144,7 +137,7 @@ class Source(ctypes.Structure):
 
 
 class Sources(ctypes.Structure):
-    """Up to four tensors, as `Sources` of fa3_float32.cu."""
+    """Up to four tensors, as `Sources` of fa3_float32_split.cu."""
 
     _fields_ = (("of", Source * 4),)
 
@@ -157,7 +150,7 @@ def split_launch(*pairs: tuple[Tensor, Tensor]) -> Launch:
     sources = [Source.of(*pair) for pair in pairs]
     blocks = sum(source.blocks for source in sources)
     launch = HopperLaunch(
-        *("fa3_float32.cu", "split", blocks, 8, 0, {}),
+        *("fa3_float32_split.cu", "split", blocks, 8, 0, {}),
         tensors=tuple(tensor for pair in pairs for tensor in pair),
         arguments=(Sources((Source * 4)(*sources)),),
     )
@@ -223,8 +216,9 @@ def forward_launch(
         *(call.batch, call.heads, call.groups, call.queries, call.keys, query.shape[3], call.offset),
         *(tiles, min(kept, call.batch * call.heads), magnitude, magnitude * math.log2(math.e)),
     )
+    blocks = fa3.TWIN_BLOCKS if launching.on_twin(query) else fa3.processors(query.device)
     launch = HopperLaunch(
-        *("fa3_float32.cu", "forward", min(fa3.processors(query.device), work), tile.warps, tile.shared_bytes),
+        *("fa3_float32.cu", "forward", min(blocks, work), tile.warps, tile.shared_bytes),
         constants={"CAUSAL": int(call.is_causal), "SIGN": sign} | tile.constants,
         tensors=(query, key, value, out, lse, counter),
         arguments=(
@@ -269,7 +263,7 @@ def backward_launches(
     to_lse, to_statistics, to_sums = (ctypes.c_void_p(x.data_ptr()) for x in (lse, statistics, sums))
     work = call.batch * call.heads * query_tiles
     prepare = HopperLaunch(
-        *("fa3_float32_backward.cu", "prepare", work, 8, 0, tile.constants),
+        *("fa3_float32_backward.cu", "prepare", work, 8, 0, tile.constants | {"CAUSAL": 0}),
         tensors=(out, dout, lse, statistics, sums),
         arguments=(View.of(out), View.of(dout), to_lse, to_statistics, to_sums, problem(call.dim)),
     )
@@ -277,12 +271,12 @@ def backward_launches(
     main = HopperLaunch(
         *("fa3_float32_backward.cu", "backward", call.batch * call.kv_heads * key_tiles, tile.warps),
         shared_bytes=tile.shared_bytes,
-        constants=tile.constants | {"STAGES": tile.stages, "CAUSAL": int(call.is_causal)},
+        constants=tile.constants | {"CAUSAL": int(call.is_causal)},
         tensors=(query, key, value, dout_parts, statistics, sums, dkey, dvalue),
         arguments=(*boxes, to_statistics, to_sums, View.of(dkey), View.of(dvalue), problem(dkey.shape[3])),
     )
     finish = HopperLaunch(
-        *("fa3_float32_backward.cu", "finish", work, 8, 0, tile.constants),
+        *("fa3_float32_backward.cu", "finish", work, 8, 0, tile.constants | {"CAUSAL": 0}),
         tensors=(sums, dquery),
         arguments=(to_sums, View.of(dquery), problem(dquery.shape[3])),
     )
@@ -376,14 +370,14 @@ implementation = Implementation(
     supports=replace(
         OWN_KERNELS,
         dtypes=("float32",),
-        devices=("cuda",),
         dims=(1, LARGEST_DIM),
         dropout=False,
         deterministic=False,
         batch_invariant=False,
     ),
     arithmetic=arithmetic,
-    missing=missing,
+    missing=fa3.missing,
+    slow=launching.slow,
     summary=(
         "FlashAttention-3 in float32 in CUDA C++ for Hopper: six products of bfloat16 parts on tensor cores, "
         "tiles summed afresh and added in float32, dQ by atomics."

@@ -5,7 +5,7 @@
 //   backward  computes dK and dV, and adds up dQ
 //   finish    multiplies dQ by the scale and stores it in its usual order
 //
-// The parts of Q, K, V and dO are in scratch, where the kernel `split` of fa3_float32.cu has written them. A block of
+// The parts of Q, K, V and dO are in scratch, where the kernel of fa3_float32_split.cu has written them. A block of
 // `backward` owns 64 keys of a head and loops over the queries. Scores are transposed here, [keys, queries]. Its two
 // workers have different work, so that each of them holds one gradient and the fresh sum of one tile:
 //   values   S^T = K Q^T, P^T, dV += P^T dO                    keys   dP^T = V dO^T, dS^T, dK += dS^T Q
@@ -17,8 +17,8 @@
 //   keys, tile i:    dP(i), dQ(i - 1) issued | dS, parts of dS | dQ(i - 1) added to memory | dK += dK(i)
 // dQ is one tile late: it multiplies while both workers compute P, dS and their parts.
 //
-// The loader defines DIM (64 or 128), STEP (queries of a tile), and the kernel: PREPARE, BACKWARD or FINISH. BACKWARD
-// also needs STAGES (parts of tiles of Q and dO in shared memory) and CAUSAL.
+// The loader defines DIM (64 or 128), STEP (queries of a tile), STAGES (parts of tiles of Q and dO in shared memory),
+// CAUSAL, and the kernel: PREPARE, BACKWARD or FINISH.
 #include "parts.cuh"
 
 constexpr int OWN = 64;  // keys of a block
@@ -45,13 +45,13 @@ struct Problem {
 
 // A warp takes one query at a time.
 extern "C" __global__ void __launch_bounds__(256)
-    prepare(const __grid_constant__ View out, const __grid_constant__ View dout, const float* lse, float* statistics,
-            float* sums, const __grid_constant__ Problem problem) {
+    prepare(const __grid_constant__ View out, const __grid_constant__ View dout, Global<const float> lse,
+            Global<float> statistics, Global<float4> sums, const __grid_constant__ Problem problem) {
     const int tile = blockIdx.x % problem.query_tiles, pair = blockIdx.x / problem.query_tiles;
     const int head = pair % problem.heads, batch = pair / problem.heads;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    float* const to = statistics + static_cast<long long>(blockIdx.x) * 2 * STEP;
-    float4* const clear = reinterpret_cast<float4*>(sums + static_cast<long long>(blockIdx.x) * TILE);
+    const Global<float> to = statistics + static_cast<long long>(blockIdx.x) * 2 * STEP;
+    const Global<float4> clear = sums + static_cast<long long>(blockIdx.x) * (TILE / 4);
     for (int i = threadIdx.x; i < TILE / 4; i += 256) clear[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int row = warp; row < STEP; row += 8) {
         const int query = tile * STEP + row;
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(256)
             const float* const o = out.data + batch * out.batch + head * out.head + query * out.row;
             const float* const d = dout.data + batch * dout.batch + head * dout.head + query * dout.row;
             for (int column = lane; column < problem.dim; column += 32)
-                sum = __fmaf_rn(o[column * out.column], d[column * dout.column], sum);
+                sum = __fmaf_rn(load_number(o + column * out.column), load_number(d + column * dout.column), sum);
         }
         UNROLL
         for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(ALL, sum, apart);
@@ -72,6 +72,7 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     }
 }
+EXPORT(prepare)
 
 #endif
 
@@ -80,11 +81,11 @@ extern "C" __global__ void __launch_bounds__(256)
 // Stores scale times the sums of a tile of dQ. They pass through shared memory [STEP, DIM + 4], whose rows are padded
 // by 4 numbers.
 extern "C" __global__ void __launch_bounds__(256)
-    finish(const float* sums, const __grid_constant__ View dquery, const __grid_constant__ Problem problem) {
+    finish(Global<const float4> sums, const __grid_constant__ View dquery, const __grid_constant__ Problem problem) {
     __shared__ __align__(16) float scaled[STEP][DIM + 4];
     const int tile = blockIdx.x % problem.query_tiles, pair = blockIdx.x / problem.query_tiles;
     const int head = pair % problem.heads, batch = pair / problem.heads;
-    const float4* const from = reinterpret_cast<const float4*>(sums + static_cast<long long>(blockIdx.x) * TILE);
+    const Global<const float4> from = sums + static_cast<long long>(blockIdx.x) * (TILE / 4);
     for (int i = threadIdx.x; i < TILE / 4; i += 256) {
         const float4 four = from[i];
         const int thread = i % 128, j = i / 128 % (PART / 8), part = i / 128 / (PART / 8);
@@ -100,10 +101,11 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int i = threadIdx.x; i < TILE / 4; i += 256) {
         const int row = i / (DIM / 4), column = i % (DIM / 4) * 4, query = tile * STEP + row;
         if (query >= problem.queries || column >= problem.dim) continue;
-        *reinterpret_cast<float4*>(to + query * dquery.row + column) =
-            *reinterpret_cast<const float4*>(&scaled[row][column]);
+        const float4 four = *reinterpret_cast<const float4*>(&scaled[row][column]);
+        store_numbers(to + query * dquery.row + column, four);
     }
 }
+EXPORT(finish)
 
 #endif
 
@@ -475,7 +477,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
              const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap dout, const float* statistics,
              float* sums, const __grid_constant__ View dkey, const __grid_constant__ View dvalue,
              const __grid_constant__ Problem problem) {
-    extern __shared__ __align__(1024) char shared[];
+    char* const shared = shared_memory();
     const Address memory = static_cast<Address>(__cvta_generic_to_shared(shared));
     const int warpgroup = __shfl_sync(ALL, threadIdx.x / 128, 0);
     if (threadIdx.x == 0) {
@@ -506,5 +508,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         Worker{memory, warpgroup - 1}.attend(problem, work, dkey, dvalue, sums);
     }
 }
+EXPORT(backward)
 
 #endif

@@ -13,6 +13,7 @@
 #pragma once
 
 #define BF16 1
+#define TRUNCATES 1  // for the twin: the sums of products are cut off, as a tensor core does it
 #include "hopper.cuh"
 
 constexpr int PARTS = 3;
@@ -24,7 +25,7 @@ struct View {
 };
 
 // Splits two numbers. part[i] holds part i + 1 of both, `low` in the low half.
-DEVICE void split(float low, float high, unsigned& first, unsigned& second, unsigned& third) {
+DEVICE void split_two(float low, float high, unsigned& first, unsigned& second, unsigned& third) {
     first = pack(low, high);
     low -= low_of(first);
     high -= high_of(first);
@@ -36,7 +37,7 @@ DEVICE void split(float low, float high, unsigned& first, unsigned& second, unsi
 template <int COUNT>
 DEVICE void split_all(unsigned (&parts)[PARTS][COUNT / 2], const float (&sums)[COUNT]) {
     UNROLL
-    for (int i = 0; i < COUNT / 2; ++i) split(sums[2 * i], sums[2 * i + 1], parts[0][i], parts[1][i], parts[2][i]);
+    for (int i = 0; i < COUNT / 2; ++i) split_two(sums[2 * i], sums[2 * i + 1], parts[0][i], parts[1][i], parts[2][i]);
 }
 
 template <int COUNT>
@@ -45,6 +46,7 @@ DEVICE void clear(float (&sums)[COUNT]) {
     for (int e = 0; e < COUNT; ++e) sums[e] = 0.0f;
 }
 
+#ifndef TWIN
 // Transposes and stores four 8x8 matrices of 16-bit numbers in shared memory. Lane 8i + r gives the address of row r of
 // the transpose of matrix i. Lane 4g + t holds the elements [g, 2t] and [g, 2t + 1] of matrix i in register i.
 DEVICE void store_transposed(Address row, const unsigned* from) {
@@ -66,6 +68,14 @@ DEVICE float4 load_four(Address from) {
                  : "memory");
     return four;
 }
+// One, two and four numbers in device memory. The address is a multiple of their size.
+DEVICE float load_number(const float* from) { return *from; }
+DEVICE float4 load_numbers(const float* from) { return *reinterpret_cast<const float4*>(from); }
+DEVICE void store_two(float* to, float first, float second) {
+    *reinterpret_cast<float2*>(to) = make_float2(first, second);
+}
+DEVICE void store_numbers(float* to, float4 four) { *reinterpret_cast<float4*>(to) = four; }
+#endif
 
 // Stores `factor` times one of the thread's two rows of sums (r is 0 or 1). Only the first `columns` columns are
 // stored, a multiple of 8, or none if it is at most 0.
@@ -75,7 +85,6 @@ DEVICE void store_float_row(float* to, const float (&sums)[COUNT], int r, float 
     UNROLL
     for (int j = 0; j < COUNT / 4; ++j) {
         if (8 * j < columns)
-            *reinterpret_cast<float2*>(to + 8 * j + first) =
-                make_float2(sums[4 * j + 2 * r] * factor, sums[4 * j + 2 * r + 1] * factor);
+            store_two(to + 8 * j + first, sums[4 * j + 2 * r] * factor, sums[4 * j + 2 * r + 1] * factor);
     }
 }

@@ -38,6 +38,8 @@
 //   - left operands in registers that change between products_begin and the product;
 //   - that the compiler serialises products (fa3.py looks for its warning), and everything about time;
 //   - races on device memory, between blocks or between kernels.
+// If TRUNCATES is defined, products are summed as the tensor cores of Hopper do it: see `multiply`. Otherwise they are
+// summed in float32, in order.
 // Clusters and named barriers are missing, because the kernels do not use them.
 #pragma once
 
@@ -493,6 +495,112 @@ inline const float* wide_of(const Factor& factor) {
 }
 
 typedef float Sixteen __attribute__((vector_size(64)));
+
+#if TRUNCATES
+// Sums as a tensor core of Hopper makes them. tests/suite/oracles/tensor_core.py has the same arithmetic.
+typedef int SixteenInts __attribute__((vector_size(64)));
+typedef double SixteenDoubles __attribute__((vector_size(128)));
+typedef long long SixteenLongs __attribute__((vector_size(128)));
+constexpr int BITS = 25;  // that a tensor core keeps below the largest exponent
+
+// The exponent of a number that is not 0; -1000 for 0.
+inline int exponent_of(double x) {
+    int exponent = 0;
+    frexp(x, &exponent);
+    return x == 0.0 ? -1000 : exponent - 1;
+}
+inline bool is_plain(float x) {  // neither subnormal nor infinite nor NaN
+    const unsigned exponent = bits_of(x) >> 23 & 255;
+    return x == 0.0f || (exponent > 0 && exponent < 255);
+}
+// One step of a tensor core of Hopper for one sum: it cuts the 16 products and the sum off 25 bits below the largest
+// exponent, adds what remains, and cuts the new sum off after 24 bits.
+inline float step_of(float sum, const float (&a)[16][16], int row, const float* b, int n) {
+    int largest = exponent_of(sum);
+    bool finite = std::isfinite(sum);
+    float plain = sum;
+    for (int k = 0; k < 16; ++k) {
+        const int exponent = exponent_of(a[k][row]) + exponent_of(b[k * n]);
+        largest = exponent > largest ? exponent : largest;
+        finite &= std::isfinite(a[k][row]) && std::isfinite(b[k * n]);
+        plain += a[k][row] * b[k * n];
+    }
+    if (!finite) return plain;
+    if (largest < -900) return 0.0f;
+    const double unit = ldexp(1.0, largest - BITS);
+    double added = trunc(sum / unit);
+    for (int k = 0; k < 16; ++k) added += trunc(double(a[k][row]) * b[k * n] / unit);
+    added *= unit;
+    int last = exponent_of(added) - 23;
+    last = last < -149 ? -149 : last;
+    return static_cast<float>(ldexp(trunc(ldexp(added, -last)), last));
+}
+// sums [16, n] += a [16 (k), 16 (rows)]^T b [16 (k), n], as a tensor core adds. n is a multiple of 16. Sixteen sums at
+// a time are computed in integers if their largest exponents are moderate.
+inline void multiply(float* sums, const float (&a)[16][16], const float* b, int n) {
+    bool plain = true;
+    int of_a[16][16];
+    for (int k = 0; k < 16; ++k)
+        for (int row = 0; row < 16; ++row) {
+            plain &= is_plain(a[k][row]);
+            of_a[k][row] = a[k][row] == 0.0f ? -1000 : int(bits_of(a[k][row]) >> 23 & 255) - 127;
+        }
+    for (int column = 0; column < n; column += 16) {
+        Sixteen right[16];
+        SixteenInts of_right[16];
+        bool here = plain;
+        for (int k = 0; k < 16; ++k) {
+            memcpy(&right[k], b + k * n + column, sizeof right[k]);
+            memcpy(&of_right[k], &right[k], sizeof right[k]);
+            const SixteenInts exponent = of_right[k] >> 23 & 255;
+            const SixteenInts odd = (exponent == 255) | ((exponent == 0) & ((of_right[k] & 0x7fffffff) != 0));
+            for (int i = 0; i < 16; ++i) here &= odd[i] == 0;
+            of_right[k] = (right[k] == 0.0f) ? (exponent * 0 - 1000) : (exponent - 127);
+        }
+        for (int row = 0; row < 16; ++row) {
+            float* const to = sums + row * n + column;
+            Sixteen sum;
+            SixteenInts bits;
+            memcpy(&sum, to, sizeof sum);
+            memcpy(&bits, to, sizeof bits);
+            const SixteenInts exponent = bits >> 23 & 255;
+            SixteenInts largest = (sum == 0.0f) ? (exponent * 0 - 1000) : (exponent - 127);
+            SixteenInts odd = (exponent == 255) | ((exponent == 0) & ((bits & 0x7fffffff) != 0));
+            for (int k = 0; k < 16; ++k) {
+                const SixteenInts one = of_right[k] + of_a[k][row];
+                largest = one > largest ? one : largest;
+            }
+            odd |= (largest > 120) | ((largest < -100) & (largest > -900));
+            largest = largest < -100 ? largest * 0 - 100 : largest;
+            bool quick = here;
+            for (int i = 0; i < 16; ++i) quick &= odd[i] == 0;
+            if (!quick) {
+                for (int i = 0; i < 16; ++i) to[i] = step_of(to[i], a, row, b + column + i, n);
+                continue;
+            }
+            const SixteenInts scale_bits = (127 + BITS - largest) << 23;
+            Sixteen scale;  // 1 / unit
+            memcpy(&scale, &scale_bits, sizeof scale);
+            SixteenInts first = __builtin_convertvector(sum * scale, SixteenInts), second = first * 0;
+            for (int k = 0; k < 8; ++k) {
+                first += __builtin_convertvector(a[k][row] * right[k] * scale, SixteenInts);
+                second += __builtin_convertvector(a[k + 8][row] * right[k + 8] * scale, SixteenInts);
+            }
+            SixteenDoubles added =
+                __builtin_convertvector(first, SixteenDoubles) + __builtin_convertvector(second, SixteenDoubles);
+            SixteenLongs cut;
+            memcpy(&cut, &added, sizeof cut);
+            cut &= ~((1ll << 29) - 1);  // 24 of a double's 53 bits remain
+            memcpy(&added, &cut, sizeof cut);
+            const SixteenLongs unit_bits = (__builtin_convertvector(largest, SixteenLongs) + (1023 - BITS)) << 52;
+            SixteenDoubles unit;
+            memcpy(&unit, &unit_bits, sizeof unit);
+            sum = __builtin_convertvector(added * unit, Sixteen);
+            memcpy(to, &sum, sizeof sum);
+        }
+    }
+}
+#else
 // sums [16, n] += a [16 (k), 16 (rows)]^T b [16 (k), n]. Products of two 16-bit numbers are exact in float32. The sum
 // over k is computed in order. n is a multiple of 16.
 inline void multiply(float* sums, const float (&a)[16][16], const float* b, int n) {
@@ -509,6 +617,7 @@ inline void multiply(float* sums, const float (&a)[16][16], const float* b, int 
         }
     }
 }
+#endif
 
 // Sums in the registers of a warp: lane 4g + t holds of row g columns 8j + 2t and 8j + 2t + 1 in registers 4j and
 // 4j + 1, and of row g + 8 the same columns in registers 4j + 2 and 4j + 3.
@@ -883,8 +992,10 @@ inline void add_to_memory(float* to, const float* four) {
     twin::check_global(to, 16);
     for (int i = 0; i < 4; ++i) to[i] += twin::used(four[i]);
 }
-inline void store_matrices(unsigned row, const unsigned* from, int line = __builtin_LINE()) {
-    using namespace twin;
+namespace twin {
+// Stores four 8x8 matrices, whose rows are at the addresses of the lanes. TRANSPOSED: rows of the transposes.
+template <bool TRANSPOSED>
+inline void store_four_matrices(unsigned row, const unsigned* from, int line) {
     struct Rows {
         unsigned to;
         const unsigned* from;
@@ -897,10 +1008,54 @@ inline void store_matrices(unsigned row, const unsigned* from, int line = __buil
         for (int i = 0; i < LANES; ++i) {  // row i % 8 of matrix i / 8
             warp.lane = i;
             write_here(lanes[i]->to, UNIT, access);
-            for (int t = 0; t < 4; ++t) memcpy(memory_at(lanes[i]->to) + 4 * t, lanes[i % 8 * 4 + t]->from + i / 8, 4);
+            char* const to = memory_at(lanes[i]->to);
+            for (int c = 0; c < 8; ++c) {
+                const int g = TRANSPOSED ? c : i % 8, column = TRANSPOSED ? i % 8 : c;
+                const auto* two = reinterpret_cast<const char*>(lanes[4 * g + column / 2]->from + i / 8);
+                memcpy(to + 2 * c, two + column % 2 * 2, 2);
+            }
         }
         warp.lane = last;
     });
+}
+}  // namespace twin
+inline void store_matrices(unsigned row, const unsigned* from, int line = __builtin_LINE()) {
+    twin::store_four_matrices<false>(row, from, line);
+}
+inline void store_transposed(unsigned row, const unsigned* from, int line = __builtin_LINE()) {
+    twin::store_four_matrices<true>(row, from, line);
+}
+inline void store_four(unsigned to, const float* four) {
+    twin::write_here(to, 16, twin::next_access());
+    for (int i = 0; i < 4; ++i) {
+        const float x = twin::used(four[i]);
+        memcpy(twin::memory_at(to) + 4 * i, &x, 4);
+    }
+}
+inline float4 load_four(unsigned from) {
+    twin::read_here(from, 16);
+    float4 four;
+    memcpy(&four, twin::memory_at(from), sizeof four);
+    return four;
+}
+inline float load_number(const float* from) {
+    twin::check_global(from, 4);
+    return *from;
+}
+inline float4 load_numbers(const float* from) {
+    twin::check_global(from, 16);
+    float4 four;
+    memcpy(&four, from, sizeof four);
+    return four;
+}
+inline void store_two(float* to, float first, float second) {
+    twin::check_global(to, 8);
+    to[0] = twin::used(first);
+    to[1] = twin::used(second);
+}
+inline void store_numbers(float* to, float4 four) {
+    twin::check_global(to, 16);
+    memcpy(to, &four, sizeof four);
 }
 inline float2 load_two(unsigned from) {
     twin::read_here(from, 8);

@@ -36,7 +36,7 @@ extern "C" {
 int CAUSAL, DROPOUT, VECTOR, SIGN;
 }
 
-struct alignas(16) float4 {
+struct __attribute__((may_alias, aligned(16))) float4 {
     float x, y, z, w;
 };
 

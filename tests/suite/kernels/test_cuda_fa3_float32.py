@@ -8,11 +8,14 @@ from torch import Tensor
 
 from flashproof.impls.cuda import fa3, fa3_float32, launching
 from flashproof.impls.cuda.launching import Launch, call_of
+from flashproof.impls.spec import Device
 from flashproof.tests.suite.kernels.compiling import SHARED_LIMIT
 from flashproof.tests.suite.kernels.test_cuda_compile import taken
 from flashproof.tests.suite.oracles import tensor_core
 
-hopper = pytest.mark.skipif(fa3_float32.missing("cuda") is not None, reason=fa3_float32.missing("cuda") or "")
+hopper = pytest.mark.skipif(fa3.missing("cuda") is not None, reason=fa3.missing("cuda") or "")
+DEVICE: Device = "cpu" if fa3.missing("cuda") else "cuda"
+computes = pytest.mark.skipif(fa3.missing(DEVICE) is not None, reason=fa3.missing(DEVICE) or "")
 
 
 def some(*shape: int) -> Tensor:
@@ -54,7 +57,7 @@ def test_rows_that_are_no_vectors_are_read_one_by_one() -> None:
     assert found == {"whole": 1, "row of 17": 0, "dim 12": 0}
 
 
-@hopper
+@computes
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [128, 77, 64, 8, 3])
 def test_the_kernel_splits_as_the_emulation(dim: int) -> None:
@@ -62,7 +65,7 @@ def test_the_kernel_splits_as_the_emulation(dim: int) -> None:
     x = some(2, 3, 70, dim) * torch.exp2(torch.linspace(-140.0, 127.0, 70))[:, None]
     x = x.clamp(-torch.finfo(torch.float32).max, torch.finfo(torch.float32).max)
     x[0, 0, 0, 0] = torch.finfo(torch.float32).max
-    first, other = x.cuda(), x.cuda().transpose(0, 1)[:, :, ::3]
+    first, other = x.to(DEVICE), x.to(DEVICE).transpose(0, 1)[:, :, ::3]
     pairs = [(tensor, fa3_float32.parts_of(tensor)) for tensor in (first, other)]
     fa3_float32.split_launch(*pairs).run()
     for tensor, parts in pairs:
@@ -119,7 +122,3 @@ def test_what_is_not_claimed_is_refused() -> None:
     large = some(1, 1, 4, 136)
     with pytest.raises(NotImplementedError, match=r"^query: head dim 136 is not taken by .*; give at most 128"):
         fa3_float32.attention(large, large, large)
-
-
-def test_the_twin_is_missing() -> None:
-    assert str(fa3_float32.missing("cpu")).startswith("CPU twin: it does not know the float32 parts")

@@ -39,7 +39,9 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
-def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float16) -> list[Tensor]:
+def tensors(name: str, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Makes tensors for an implementation: in float16, or in float32 if it takes nothing else."""
+    dtype = torch.float16 if "float16" in catalogue.load(name).supports.dtypes else torch.float32
     generator = torch.Generator().manual_seed(5)
     return [torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_() for shape in shapes]
 
@@ -50,7 +52,7 @@ def test_opcheck(name: str) -> None:
     """Torch's own checker tests schema, fake tensors, autograd registration and tracing."""
     supports = catalogue.load(name).supports  # loading registers the operator
     operator = getattr(torch.ops.flashproof, f"{name.removesuffix('_deterministic').replace('.', '_')}_forward")
-    query, key, value = tensors((1, 2, 20, 24), (1, 1, 30, 24), (1, 1, 30, 24))
+    query, key, value = tensors(name, (1, 2, 20, 24), (1, 1, 30, 24), (1, 1, 30, 24))
     mask: tuple[Any, ...] = (torch.tensor([[[[True]]]], device=DEVICE),) if "block" in name else ()
     for is_causal, dropout in ((True, 0.0), (False, 0.25)):
         last = (dropout, -3) if supports.dropout else (True,) if "deterministic" in name else ()
@@ -71,7 +73,7 @@ def test_compiled_whole(name: str) -> None:
         out: Tensor = attention(query * 2, key, value, is_causal=True, enable_gqa=True, **dropout)
         return out.float().square().sum()
 
-    inputs = tensors((2, 2, 40, 64), (2, 1, 33, 64), (2, 1, 33, 64))
+    inputs = tensors(name, (2, 2, 40, 64), (2, 1, 33, 64), (2, 1, 33, 64))
     torch.compiler.reset()
     found = torch.autograd.grad(torch.compile(layer, fullgraph=True, backend="aot_eager")(*inputs), inputs)
     expected = torch.autograd.grad(layer(*inputs), inputs)
@@ -100,7 +102,7 @@ def test_compiled_whole_with_other_arguments(name: str) -> None:
     ):
         if "dropout_p" in others and not implementation.supports.dropout:
             continue
-        query, key, value = tensors((1, 2, length, dim), (1, 2, length + 3, dim), (1, 2, length + 3, dim))
+        query, key, value = tensors(name, (1, 2, length, dim), (1, 2, length + 3, dim), (1, 2, length + 3, dim))
         assert torch.equal(compiled(query, key, value, **others), attention(query, key, value, **others)), (
             length,
             dim,

@@ -14,6 +14,7 @@ from torch import Tensor
 from flashproof.impls.cuda import launching
 from flashproof.impls.cuda.fa3 import Boxes, HopperLaunch
 from flashproof.impls.cuda.launching import CudaError
+from flashproof.tests.suite.oracles import tensor_core
 
 # The faults of each kernel, and what the twin says about them.
 FAULTS = {
@@ -177,14 +178,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(path: Path, kernel: str, left: Tensor, right: Tensor, fault: str = "NONE") -> Tensor:
+def run(path: Path, kernel: str, left: Tensor, right: Tensor, fault: str = "NONE", **constants: int) -> Tensor:
     """Returns what a kernel computes of two matrices, which it reads in boxes of 64 rows and 64 columns."""
     c = torch.full((3, 64, 64), float("nan"))
     number = ["NONE", *(fault for faults in FAULTS.values() for fault in faults)].index(fault)
     boxes = (Boxes(left[None, None], 64), Boxes(right[None, None], 64))
     arguments = (*boxes, ctypes.c_void_p(c.data_ptr()), ctypes.c_int(number))
     warps = 8 if kernel == "multiply" else 4
-    HopperLaunch(str(path), kernel, 1, warps, 24592, {"BF16": 0}, (left, right, c), arguments).run()
+    HopperLaunch(str(path), kernel, 1, warps, 24592, {"BF16": 0} | constants, (left, right, c), arguments).run()
     return c
 
 
@@ -209,6 +210,24 @@ def test_products_in_every_form(path: Path) -> None:
     p, b = integers(64, 64, 3), integers(64, 64, 4)
     wide, right = p.float(), b.float()
     assert torch.equal(run(path, "exchange", p, b), torch.stack([wide @ right.T, wide @ right, wide.T @ right]))
+
+
+@pytest.mark.parametrize(("low", "high"), [(-6, 7), (-60, 60), (-133, -60), (-133, 60)])
+def test_sums_are_cut_off_as_by_a_tensor_core(path: Path, low: int, high: int) -> None:
+    """With TRUNCATES, twelve steps have the bits of the emulation, also where numbers and sums are subnormal."""
+    generator = torch.Generator().manual_seed(high)
+
+    def numbers() -> Tensor:
+        powers = torch.randint(low, high, (64, 192), generator=generator).float()
+        kept = torch.rand(64, 192, generator=generator) < 0.9
+        return (torch.randn(64, 192, generator=generator) * torch.exp2(powers) * kept).bfloat16()
+
+    a, b = numbers(), numbers()
+    total = torch.zeros(64, 64, dtype=torch.float64)
+    for first in range(0, 192, tensor_core.STEP):
+        step = slice(first, first + tensor_core.STEP)
+        total = tensor_core.step(a[:, step].double(), b[:, step].double().T, total)
+    assert torch.equal(run(path, "multiply", a, b, BF16=1, TRUNCATES=1)[0], total.float())
 
 
 @pytest.mark.parametrize(("kernel", "fault"), [(kernel, fault) for kernel in FAULTS for fault in FAULTS[kernel]])
