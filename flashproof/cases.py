@@ -19,7 +19,7 @@ Douts = Literal["normal", "positive", "onehot", "somerows", "small", "large", "z
 Layout = Literal[
     "contiguous", "transposed", "length-first", "columns", "cropped", "sliced", "expanded", "pooled", "summed"
 ]
-Sharing = Literal["apart", "dense", "one-kv", "one-qkv", "packed", "packed-heads", "packed-kv"]
+Sharing = Literal["apart", "dense", "one-kv", "one-qkv", "packed", "packed-heads", "packed-kv", "packed-kv-heads"]
 Number = Literal["float", "int", "numpy"]
 Call = Literal[
     "plain",
@@ -40,6 +40,7 @@ Call = Literal[
     "threads",
     "parallel",
     "default64",
+    "default16",
     "deterministic",
     "autocast",
 ]
@@ -92,6 +93,7 @@ SHARINGS: dict[Sharing, str] = {
     "packed": "query, key and value are columns of one projection, [batch, length, all heads, dim]",
     "packed-heads": "query, key and value are beside one another in each head, [batch, length, heads, 3, dim]",
     "packed-kv": "key and value are columns of one projection, [batch, length, 2, heads, dim]",
+    "packed-kv-heads": "key and value are beside one another in each head, [batch, length, heads, 2, dim]",
 }
 CALLS: dict[Call, str] = {
     "plain": "forward, then backward",
@@ -112,6 +114,7 @@ CALLS: dict[Call, str] = {
     "threads": "in two threads at once",
     "parallel": "with three threads for PyTorch's own loops",
     "default64": "under a default dtype of float64",
+    "default16": "under a default dtype of bfloat16, as in programs that load a model in 16 bit",
     "deterministic": "under torch.use_deterministic_algorithms",
     "autocast": "under torch.autocast",
 }
@@ -127,7 +130,8 @@ PLAIN_CALLS: tuple[Call, ...] = (
     "renewed",
     "readdressed",
 )
-# Calls that are also tried with inputs of which none wants a gradient, as in generation.
+# Calls that are also tried with inputs of which none wants a gradient. Those with one forward are then made under
+# torch.inference_mode, as in generation.
 DETACHED_CALLS: tuple[Call, ...] = (
     "two-forwards",
     "after-another",
@@ -138,6 +142,7 @@ DETACHED_CALLS: tuple[Call, ...] = (
     "threads",
     "parallel",
     "default64",
+    "default16",
     "deterministic",
     "autocast",
 )
@@ -147,7 +152,15 @@ _WANTED_WORDS: dict[Wanted, list[str]] = {
     wanted: {"all": [], "none": ["detached"]}.get(wanted, [f"only-{wanted}"]) for wanted in get_args(Wanted)
 }
 TENSORS = ("q", "k", "v", "do")  # query, key, value and output gradient, as in the words of a case
-SHARED = {"dense": "qkv", "one-kv": "kv", "packed-kv": "kv", "one-qkv": "qkv", "packed": "qkv", "packed-heads": "qkv"}
+SHARED = {
+    "dense": "qkv",
+    "one-kv": "kv",
+    "packed-kv": "kv",
+    "packed-kv-heads": "kv",
+    "one-qkv": "qkv",
+    "packed": "qkv",
+    "packed-heads": "qkv",
+}
 Layouts = tuple[Layout, Layout, Layout, Layout]
 Offsets = tuple[bool, bool, bool, bool]
 

@@ -450,6 +450,12 @@ def _memory_can_be_shared(known: Known) -> bool:
     return _is_plain(known, *own) and (sharing not in ("one-qkv", "packed-heads") or _is_plain(known, "group"))
 
 
+@_rule("sharing", "key heads")
+def _dense_tensors_have_several_heads(known: Known) -> bool:
+    """[batch, length, heads, dim] differs from [batch, heads, length, dim] only if there are several heads."""
+    return known.get("sharing") != "dense" or known.get("key heads") != "1"
+
+
 @_rule("batch", "key heads", "group", *(f"layout of {tensor}" for tensor in TENSORS))
 def _expansion_is_of_several(known: Known) -> bool:
     """An expanded tensor needs several batch entries or several heads."""
@@ -559,7 +565,8 @@ LARGE_CASES = (
 COMMON: dict[str, tuple[str, ...]] = {
     "dtype": DTYPES,
     "call": ("plain", "inference", "deterministic", "autocast"),
-    "wanted": ("all", "none", "dk-dv"),
+    "wanted": ("all", "none", "dq-dv"),
+    "key heads": ("1", "2"),
     "group": ("1", "4"),
     "batch": ("1", "2"),
     "queries": ("257 to 512", "1", "2 to 15"),

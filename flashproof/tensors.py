@@ -91,6 +91,8 @@ def inputs(case: Case, device: str | torch.device = "cpu", outside: float = math
             query, key, value = memory.packed_in_heads(numbers[:3])
         case "packed-kv":
             key, value = memory.packed(numbers[1:3])
+        case "packed-kv-heads":
+            key, value = memory.packed_in_heads(numbers[1:3])
     return Inputs(query, key, value, dout, block_mask(case, device))
 
 
