@@ -186,9 +186,12 @@ _GROUPS: dict[str, Sequence[int]] = {
     "2": [2],
     "3": [3],
     "4": [4],
-    "5 to 7": range(5, 8),
+    "5": [5],
+    "6": [6],
+    "7": [7],
     "8": [8],
-    "9 to 71": [12, 16, 24, 48, 71],
+    "16": [16],
+    "12 to 71": [12, 24, 48, 71],
 }
 _BATCHES: dict[str, Sequence[int]] = {"1": [1], "2": [2], "3 to 9": [3, 4, 5, 8, 9], "16 to 33": [16, 17, 32, 33]}
 MANY = "over 65535 with heads"  # more than the largest grid of a GPU in its second and third dimension
@@ -550,15 +553,19 @@ def _a_cache_can_grow(known: Known) -> bool:
 # Cases of plain numbers, in each dtype. A bias shows in them. In most cases of a small array, the numbers or the shape
 # hide it. Scales are those that 16 bits do not hold.
 PLAIN_CASES = ("b1 h2/1 q130 k130 d40 causal scale0.3", "b2 h1 q100 k100 d56")
-# Ordinary sizes that are too large for the array, in each dtype: a batch of several sequences with several heads, a
-# long text with grouped heads, and one query whose scores are all very negative. Beside them, one query that sees only
-# the first of many keys, and more than 65,535 rows of queries.
+# Ordinary sizes that are too large for the array, in each dtype: a batch of images, a batch of texts, an image that
+# attends to a text, a long text with grouped heads, and one query whose scores are all very negative. Beside them, one
+# query that sees only the first of many keys, more than 65,535 rows of queries, and the layers of a deep network: while
+# tensors are small, many calls can wait for their backward.
 LARGE_CASES = (
-    "b4 h8 q130 k130 d64",
+    "b3 h8 q197 k197 d64",
+    "b2 h2 q520 k520 d16 causal",
+    "b1 h4 q1024 k77 d40",
     "b1 h2/1 q800 k800 d16 causal inference",
     "b1 h1 q1 k600 d64 shift-10000 inference",
     "b1 h2 q1 k100 d64 causal inference",
     "b8 h96 q90 k66 d8",
+    "b1 h2/1 q66 k66 d64 causal two-forwards seed1",
 )
 # Levels that most users meet. Kernels have code for several of them together, so the run contains every combination of
 # four. All other factors are plain.
@@ -943,13 +950,15 @@ class Space:
             group = min(heads // kv_heads, 8)
             part = replace(model, kv_heads=1, heads=group)
             found.append(replace(part, queries=300 + number, keys=300 + number, mask="causal"))
+            batch = replace(model, batch=2, kv_heads=2, heads=2 * group, sharing="dense", mask="causal")
+            found.append(replace(batch, queries=130 + number, keys=130 + number))
             found.append(replace(part, queries=66, keys=1100 + number, mask="causal-br", call="inference"))  # a chunk
             part = replace(model, kv_heads=2, heads=2 * group)
             found.append(replace(part, queries=1, keys=2500 + number, call="inference"))  # generation after a long text
             found.append(replace(part, queries=4, keys=300 + number, mask="causal-br", call="inference"))  # a draft
             cache: Layouts = ("contiguous", "cropped", "cropped", "contiguous")
             length = (129, 257, 513)[number // 2 % 3]  # the call before ends with a whole tile
-            found.append(replace(part, queries=1, keys=length, layouts=cache, call="grown"))
+            found.append(replace(part, batch=2, queries=1, keys=length, layouts=cache, call="grown"))
         return found
 
     @property

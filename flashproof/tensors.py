@@ -279,6 +279,8 @@ class Memory:
                 view = self._guarded(tensor, (batch, heads, length + 3, dim), begin)[:, :, :length]
             case "sliced":
                 view = self._guarded(tensor, (batch, heads, 2 * length, 2 * dim), begin)[:, :, ::2, ::2]
+            case "wider":
+                view = self._guarded(tensor, (batch, heads, length, 2 * dim), begin)[..., :dim]
             case "expanded" | "pooled" | "summed":
                 of_heads = batch == 1 or (heads > 1 and length % 2 == 0)  # which of the two axes has a stride of 0
                 parts: dict[Layout, Callable[[], Tensor]] = {
