@@ -186,12 +186,9 @@ _GROUPS: dict[str, Sequence[int]] = {
     "2": [2],
     "3": [3],
     "4": [4],
-    "5": [5],
-    "6": [6],
-    "7": [7],
+    "5 to 7": range(5, 8),
     "8": [8],
-    "16": [16],
-    "12 to 71": [12, 24, 48, 71],
+    "9 to 71": [16, 12, 16, 24, 16, 48, 71],  # 16 most often: the rows of a tile of tensor cores
 }
 _BATCHES: dict[str, Sequence[int]] = {"1": [1], "2": [2], "3 to 9": [3, 4, 5, 8, 9], "16 to 33": [16, 17, 32, 33]}
 MANY = "over 65535 with heads"  # more than the largest grid of a GPU in its second and third dimension
@@ -938,7 +935,8 @@ class Space:
     def _models(self) -> list[Case]:
         """The attention shapes of models in each dtype, as training and inference call them.
 
-        Long cases have one or two key heads, each with up to eight query heads.
+        Long cases have one or two key heads, each with up to eight query heads. One of them is a batch, with several
+        heads and several tiles of queries, in the layout that a projection returns.
         """
         shapes = [(dtype, *shape) for shape in MODELS.values() for dtype in self.dtypes]
         found = []
@@ -950,7 +948,7 @@ class Space:
             group = min(heads // kv_heads, 8)
             part = replace(model, kv_heads=1, heads=group)
             found.append(replace(part, queries=300 + number, keys=300 + number, mask="causal"))
-            batch = replace(model, batch=2, kv_heads=2, heads=2 * group, sharing="dense", mask="causal")
+            batch = replace(model, batch=2, kv_heads=2, heads=2 * min(group, 4), sharing="dense", mask="causal")
             found.append(replace(batch, queries=130 + number, keys=130 + number))
             found.append(replace(part, queries=66, keys=1100 + number, mask="causal-br", call="inference"))  # a chunk
             part = replace(model, kv_heads=2, heads=2 * group)

@@ -257,7 +257,7 @@ def _another(case: Case, supports: Supports) -> Case:
 
 
 def _two_forwards(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
-    """Several forwards, then backwards: that of the last call first, as in a network, or the first, as in a pipeline."""
+    """Several forwards, then backwards: the last call goes first, as in a network, or the first, as in a pipeline."""
     other = _another(case, implementation.supports)
     first, second = (
         forward(implementation, one, inputs(one, device), wanted=wanted(one), observer=observer)
@@ -393,8 +393,8 @@ def _two_threads(implementation: Implementation, case: Case, device: str, observ
         returned.append(other)
         return mine
 
-    run = _without_gradients(run, case)
-    call = forward(implementation, case, inputs(case, device), wanted=wanted(case), run=run, observer=observer)
+    how = _without_gradients(run, case)
+    call = forward(implementation, case, inputs(case, device), wanted=wanted(case), run=how, observer=observer)
     answer = _answered(call)
     out = returned[0][0] if isinstance(returned[0], tuple) else returned[0]
     yield Computed(answer, case, note="called in two threads at once")
