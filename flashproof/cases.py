@@ -17,9 +17,9 @@ Family = Literal["normal", "outliers", "sharp", "spike", "rising", "ties", "padd
 Values = Literal["normal", "positive", "equal", "sink", "small", "zero"]
 Douts = Literal["normal", "positive", "onehot", "somerows", "small", "large", "zero"]
 Layout = Literal[
-    "contiguous", "transposed", "length-first", "columns", "cropped", "sliced", "expanded", "pooled", "summed"
+    "contiguous", "transposed", "length-first", "columns", "cropped", "sliced", "wider", "expanded", "pooled", "summed"
 ]
-Sharing = Literal["apart", "dense", "one-kv", "one-qkv", "packed", "packed-heads", "packed-kv"]
+Sharing = Literal["apart", "dense", "one-kv", "one-qkv", "packed", "packed-heads", "packed-kv", "packed-kv-heads"]
 Number = Literal["float", "int", "numpy"]
 Call = Literal[
     "plain",
@@ -40,6 +40,7 @@ Call = Literal[
     "threads",
     "parallel",
     "default64",
+    "default16",
     "deterministic",
     "autocast",
 ]
@@ -80,6 +81,7 @@ LAYOUTS: dict[Layout, str] = {
     "columns": "[batch, heads, dim, length]",
     "cropped": "the first rows of a longer buffer, as a cache leaves them",
     "sliced": "every second row and every second column of a larger buffer",
+    "wider": "the first columns of a wider buffer",
     "expanded": "one batch entry for all, or one head for all, with a stride of 0",
     "pooled": "of the output gradient: one row for all queries, as in the backward of a mean over them",
     "summed": "of the output gradient: one number with strides of 0, as in the backward of a sum",
@@ -92,6 +94,7 @@ SHARINGS: dict[Sharing, str] = {
     "packed": "query, key and value are columns of one projection, [batch, length, all heads, dim]",
     "packed-heads": "query, key and value are beside one another in each head, [batch, length, heads, 3, dim]",
     "packed-kv": "key and value are columns of one projection, [batch, length, 2, heads, dim]",
+    "packed-kv-heads": "key and value are beside one another in each head, [batch, length, heads, 2, dim]",
 }
 CALLS: dict[Call, str] = {
     "plain": "forward, then backward",
@@ -101,7 +104,7 @@ CALLS: dict[Call, str] = {
     "accumulated": "a backward that adds to gradients that are already there",
     "projected": "with inputs that are results of other operations, as in a network",
     "twice": "two backwards of one forward",
-    "two-forwards": "one or five other calls run between forward and backward; the first of them has other options",
+    "two-forwards": "up to 33 other calls run between forward and backward; the first of them has other options",
     "after-another": "after a call with other options",
     "renewed": "after one or four calls with other values in the same tensors; the first of four has no gradients",
     "readdressed": "the same, but with other tensors at the same addresses",
@@ -110,8 +113,9 @@ CALLS: dict[Call, str] = {
     "compiled": "under torch.compile",
     "thread": "in another thread",
     "threads": "in two threads at once",
-    "parallel": "with three threads for PyTorch's own loops",
+    "parallel": "with six threads for PyTorch's own loops",
     "default64": "under a default dtype of float64",
+    "default16": "under a default dtype of bfloat16, as in programs that load a model in 16 bit",
     "deterministic": "under torch.use_deterministic_algorithms",
     "autocast": "under torch.autocast",
 }
@@ -127,7 +131,8 @@ PLAIN_CALLS: tuple[Call, ...] = (
     "renewed",
     "readdressed",
 )
-# Calls that are also tried with inputs of which none wants a gradient, as in generation.
+# Calls that are also tried with inputs of which none wants a gradient. Those with one forward are then made under
+# torch.inference_mode, as in generation.
 DETACHED_CALLS: tuple[Call, ...] = (
     "two-forwards",
     "after-another",
@@ -138,6 +143,7 @@ DETACHED_CALLS: tuple[Call, ...] = (
     "threads",
     "parallel",
     "default64",
+    "default16",
     "deterministic",
     "autocast",
 )
@@ -147,7 +153,15 @@ _WANTED_WORDS: dict[Wanted, list[str]] = {
     wanted: {"all": [], "none": ["detached"]}.get(wanted, [f"only-{wanted}"]) for wanted in get_args(Wanted)
 }
 TENSORS = ("q", "k", "v", "do")  # query, key, value and output gradient, as in the words of a case
-SHARED = {"dense": "qkv", "one-kv": "kv", "packed-kv": "kv", "one-qkv": "qkv", "packed": "qkv", "packed-heads": "qkv"}
+SHARED = {
+    "dense": "qkv",
+    "one-kv": "kv",
+    "packed-kv": "kv",
+    "packed-kv-heads": "kv",
+    "one-qkv": "qkv",
+    "packed": "qkv",
+    "packed-heads": "qkv",
+}
 Layouts = tuple[Layout, Layout, Layout, Layout]
 Offsets = tuple[bool, bool, bool, bool]
 

@@ -42,7 +42,7 @@ from flashproof.impls.spec import DTYPES, OWN_KERNELS, Device, Dtype, Implementa
 
 # The version of the list of cases that a run judges, of the space and of all grids. Bundles name it: `flashproof check`
 # makes the list again. Whoever changes a case raises it (tests/suite/space/test_case_set.py says when).
-CASE_SET = 4
+CASE_SET = 5
 
 Fields = dict[str, Any]  # the fields of a case that is being built
 Levels = Mapping[str, str]  # the level of each factor
@@ -188,7 +188,7 @@ _GROUPS: dict[str, Sequence[int]] = {
     "4": [4],
     "5 to 7": range(5, 8),
     "8": [8],
-    "9 to 71": [12, 16, 24, 48, 71],
+    "9 to 71": [16, 12, 16, 24, 16, 48, 71],  # 16 most often: the rows of a tile of tensor cores
 }
 _BATCHES: dict[str, Sequence[int]] = {"1": [1], "2": [2], "3 to 9": [3, 4, 5, 8, 9], "16 to 33": [16, 17, 32, 33]}
 MANY = "over 65535 with heads"  # more than the largest grid of a GPU in its second and third dimension
@@ -450,6 +450,12 @@ def _memory_can_be_shared(known: Known) -> bool:
     return _is_plain(known, *own) and (sharing not in ("one-qkv", "packed-heads") or _is_plain(known, "group"))
 
 
+@_rule("sharing", "key heads")
+def _dense_tensors_have_several_heads(known: Known) -> bool:
+    """[batch, length, heads, dim] differs from [batch, heads, length, dim] only if there are several heads."""
+    return known.get("sharing") != "dense" or known.get("key heads") != "1"
+
+
 @_rule("batch", "key heads", "group", *(f"layout of {tensor}" for tensor in TENSORS))
 def _expansion_is_of_several(known: Known) -> bool:
     """An expanded tensor needs several batch entries or several heads."""
@@ -544,22 +550,27 @@ def _a_cache_can_grow(known: Known) -> bool:
 # Cases of plain numbers, in each dtype. A bias shows in them. In most cases of a small array, the numbers or the shape
 # hide it. Scales are those that 16 bits do not hold.
 PLAIN_CASES = ("b1 h2/1 q130 k130 d40 causal scale0.3", "b2 h1 q100 k100 d56")
-# Ordinary sizes that are too large for the array, in each dtype: a batch of several sequences with several heads, a
-# long text with grouped heads, and one query whose scores are all very negative. Beside them, one query that sees only
-# the first of many keys, and more than 65,535 rows of queries.
+# Ordinary sizes that are too large for the array, in each dtype: a batch of images, a batch of texts, an image that
+# attends to a text, a long text with grouped heads, and one query whose scores are all very negative. Beside them, one
+# query that sees only the first of many keys, more than 65,535 rows of queries, and the layers of a deep network: while
+# tensors are small, many calls can wait for their backward.
 LARGE_CASES = (
-    "b4 h8 q130 k130 d64",
+    "b3 h8 q197 k197 d64",
+    "b2 h2 q520 k520 d16 causal",
+    "b1 h4 q1024 k77 d40",
     "b1 h2/1 q800 k800 d16 causal inference",
     "b1 h1 q1 k600 d64 shift-10000 inference",
     "b1 h2 q1 k100 d64 causal inference",
     "b8 h96 q90 k66 d8",
+    "b1 h2/1 q66 k66 d64 causal two-forwards seed1",
 )
 # Levels that most users meet. Kernels have code for several of them together, so the run contains every combination of
 # four. All other factors are plain.
 COMMON: dict[str, tuple[str, ...]] = {
     "dtype": DTYPES,
     "call": ("plain", "inference", "deterministic", "autocast"),
-    "wanted": ("all", "none", "dk-dv"),
+    "wanted": ("all", "none", "dq-dv"),
+    "key heads": ("1", "2"),
     "group": ("1", "4"),
     "batch": ("1", "2"),
     "queries": ("257 to 512", "1", "2 to 15"),
@@ -924,7 +935,8 @@ class Space:
     def _models(self) -> list[Case]:
         """The attention shapes of models in each dtype, as training and inference call them.
 
-        Long cases have one or two key heads, each with up to eight query heads.
+        Long cases have one or two key heads, each with up to eight query heads. One of them is a batch, with several
+        heads and several tiles of queries, in the layout that a projection returns.
         """
         shapes = [(dtype, *shape) for shape in MODELS.values() for dtype in self.dtypes]
         found = []
@@ -936,13 +948,15 @@ class Space:
             group = min(heads // kv_heads, 8)
             part = replace(model, kv_heads=1, heads=group)
             found.append(replace(part, queries=300 + number, keys=300 + number, mask="causal"))
+            batch = replace(model, batch=2, kv_heads=2, heads=2 * min(group, 4), sharing="dense", mask="causal")
+            found.append(replace(batch, queries=130 + number, keys=130 + number))
             found.append(replace(part, queries=66, keys=1100 + number, mask="causal-br", call="inference"))  # a chunk
             part = replace(model, kv_heads=2, heads=2 * group)
             found.append(replace(part, queries=1, keys=2500 + number, call="inference"))  # generation after a long text
             found.append(replace(part, queries=4, keys=300 + number, mask="causal-br", call="inference"))  # a draft
             cache: Layouts = ("contiguous", "cropped", "cropped", "contiguous")
             length = (129, 257, 513)[number // 2 % 3]  # the call before ends with a whole tile
-            found.append(replace(part, queries=1, keys=length, layouts=cache, call="grown"))
+            found.append(replace(part, batch=2, queries=1, keys=length, layouts=cache, call="grown"))
         return found
 
     @property

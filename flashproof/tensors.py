@@ -91,6 +91,8 @@ def inputs(case: Case, device: str | torch.device = "cpu", outside: float = math
             query, key, value = memory.packed_in_heads(numbers[:3])
         case "packed-kv":
             key, value = memory.packed(numbers[1:3])
+        case "packed-kv-heads":
+            key, value = memory.packed_in_heads(numbers[1:3])
     return Inputs(query, key, value, dout, block_mask(case, device))
 
 
@@ -277,6 +279,8 @@ class Memory:
                 view = self._guarded(tensor, (batch, heads, length + 3, dim), begin)[:, :, :length]
             case "sliced":
                 view = self._guarded(tensor, (batch, heads, 2 * length, 2 * dim), begin)[:, :, ::2, ::2]
+            case "wider":
+                view = self._guarded(tensor, (batch, heads, length, 2 * dim), begin)[..., :dim]
             case "expanded" | "pooled" | "summed":
                 of_heads = batch == 1 or (heads > 1 and length % 2 == 0)  # which of the two axes has a stride of 0
                 parts: dict[Layout, Callable[[], Tensor]] = {

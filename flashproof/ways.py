@@ -78,6 +78,9 @@ class _Of:
 
 
 CALLS_BETWEEN = 4  # further calls between forward and backward, if calls are fast; a kernel may have several buffers
+MANY_CALLS = 32  # the same for small tensors: as many as a deep network has layers
+SMALL = 2**15  # elements of a case with small tensors
+LOOP_THREADS = 6  # more than a case may have heads, and no power of two
 CALLS_BEFORE = 4  # calls that fill the same tensors, if calls are fast; graphs are captured after the third call
 LARGEST_BATCH = 8  # a batch of up to this size is also called with one more entry
 
@@ -95,9 +98,9 @@ def within(context: Callable[[], AbstractContextManager[object]]) -> Run:
 
 
 @contextmanager
-def _default_float64() -> Generator[None]:
+def _default_dtype(dtype: torch.dtype) -> Generator[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:
@@ -141,13 +144,15 @@ def _in_threads(calls: list[Callable[[], object]]) -> list[object]:
     returned: list[object] = [None] * len(calls)
     raised: list[BaseException] = []
     begin = threading.Barrier(len(calls))
+    is_inference = torch.is_inference_mode_enabled()  # a new thread does not inherit the mode
 
     def run(place: int) -> None:
         with _ONE_BY_ONE:
             torch.get_num_threads()  # torch makes a pool for each thread; making two at once raises an error in torch
         begin.wait()
         try:
-            returned[place] = calls[place]()
+            with torch.inference_mode(is_inference):
+                returned[place] = calls[place]()
         except BaseException as error:
             raised.append(error)
 
@@ -164,13 +169,14 @@ def _in_threads(calls: list[Callable[[], object]]) -> list[object]:
 @contextmanager
 def _parallel() -> Generator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(3)
+    torch.set_num_threads(LOOP_THREADS)
     try:
         yield
     finally:
         torch.set_num_threads(before)
 
 
+_under_float64, _under_bfloat16 = (partial(_default_dtype, dtype) for dtype in (torch.float64, torch.bfloat16))
 _RUNS: dict[Call, Run] = {
     "no_grad": within(torch.no_grad),
     "inference": within(torch.inference_mode),
@@ -178,14 +184,26 @@ _RUNS: dict[Call, Run] = {
     "compiled": _compiled,
     "thread": _in_a_thread,
     "parallel": within(_parallel),
-    "default64": within(_default_float64),
+    "default64": within(_under_float64),
+    "default16": within(_under_bfloat16),
     "deterministic": within(_deterministic),
 }
 _AROUND: dict[Call, Callable[[], AbstractContextManager[object]]] = {  # the contexts of the backward
     "parallel": _parallel,
-    "default64": _default_float64,
+    "default64": _under_float64,
+    "default16": _under_bfloat16,
     "deterministic": _deterministic,
 }
+
+
+def _without_gradients(run: Run, case: Case) -> Run:
+    """The run under torch.inference_mode, if no input of the case wants a gradient."""
+
+    def detached(attention: Callable[..., object], leaves: tuple[Tensor, ...], keywords: dict[str, object]) -> object:
+        with torch.inference_mode():
+            return run(attention, leaves, keywords)
+
+    return detached if case.wanted == "none" else run
 
 
 def _one(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
@@ -194,6 +212,7 @@ def _one(implementation: Implementation, case: Case, device: str, observer: Obse
     run = _RUNS.get(case.call)
     if case.call == "autocast":
         run = within(lambda: torch.autocast(device, given.query.dtype))
+    run = run and _without_gradients(run, case)
     call = forward(implementation, case, given, wanted=_leaves(case), run=run, observer=observer)
     yield Computed(_answered(call, under=_AROUND.get(case.call, nullcontext)), case)
 
@@ -239,22 +258,25 @@ def _another(case: Case, supports: Supports) -> Case:
 
 
 def _two_forwards(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
+    """Several forwards, then backwards: the last call goes first, as in a network, or the first, as in a pipeline."""
     other = _another(case, implementation.supports)
     first, second = (
         forward(implementation, one, inputs(one, device), wanted=wanted(one), observer=observer)
         for one in (case, other)
     )
-    between = 0 if implementation.slow(cast(Device, device)) else CALLS_BETWEEN
+    between = MANY_CALLS if case.numbers <= SMALL else CALLS_BETWEEN
+    between = 0 if implementation.slow(cast(Device, device)) else between
     further = replace(case, seed=other.seed)
-    kept = [
-        forward(implementation, further, inputs(further, device), wanted=wanted(case), observer=observer)
-        for _ in range(between)
-    ]
-    answers = [_answered(first), _answered(second)]
-    del kept  # until here, all calls wait for their backward
+    given = inputs(further, device)
+    kept = [forward(implementation, further, given, wanted=wanted(case), observer=observer) for _ in range(between)]
+    if case.seed % 2:
+        *_, of_second, of_first = [_answered(call) for call in reversed((first, second, *kept))]
+    else:
+        of_first, of_second = _answered(first), _answered(second)
+    del kept  # until here, these calls wait for their backward
     words = f"{1 + between} other calls" if between else "another call"
-    yield Computed(answers[0], case, note=f"{words} ran between forward and backward")
-    yield Computed(answers[1], other, note="it ran between forward and backward of another call")
+    yield Computed(of_first, case, note=f"{words} ran between forward and backward")
+    yield Computed(of_second, other, note="it ran between forward and backward of another call")
 
 
 def _after_another(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
@@ -372,7 +394,8 @@ def _two_threads(implementation: Implementation, case: Case, device: str, observ
         returned.append(other)
         return mine
 
-    call = forward(implementation, case, inputs(case, device), wanted=wanted(case), run=run, observer=observer)
+    how = _without_gradients(run, case)
+    call = forward(implementation, case, inputs(case, device), wanted=wanted(case), run=how, observer=observer)
     answer = _answered(call)
     out = returned[0][0] if isinstance(returned[0], tuple) else returned[0]
     yield Computed(answer, case, note="called in two threads at once")

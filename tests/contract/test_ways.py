@@ -109,6 +109,12 @@ def test_default_dtype(subject: Subject) -> None:
     _judge_all(subject)
 
 
+@check("contract", call="default16")
+def test_default_16_bit(subject: Subject) -> None:
+    """Under a default dtype of bfloat16, the answer is inside the bound."""
+    _judge_all(subject)
+
+
 @check("contract", call="deterministic")
 def test_deterministic_mode(subject: Subject) -> None:
     """Under torch.use_deterministic_algorithms, the answer is inside the bound."""

@@ -1,5 +1,6 @@
 """Tests each way of calling: the kernel sees what the name says, and a correct kernel passes."""
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -31,6 +32,7 @@ SHOWS: dict[Call, tuple[str, str]] = {
     "threads": ("thread", "another"),
     "parallel": ("threads of loops", "several"),
     "default64": ("default dtype", "torch.float64"),
+    "default16": ("default dtype", "torch.bfloat16"),
     "deterministic": ("deterministic", "True"),
     "autocast": ("autocast", "True"),
 }
@@ -47,6 +49,41 @@ def test_a_way_of_calling(call: Call) -> None:
         claim = kernel(spy).arithmetic(case.dtype, "cpu")
         assert all(judged.passed for judged in judging.judge(one.answer, one.case, claim, names, one.given))
     assert {"out", "lse", *ways.wanted(case)} == set(found[-1].answer.tensors) or call == "threads"
+
+
+OF_INFERENCE = ("compiled", "thread", "threads", "parallel", "default64", "default16", "deterministic", "autocast")
+
+
+@pytest.mark.parametrize("call", OF_INFERENCE)
+def test_without_gradients_a_way_of_calling_is_that_of_inference(call: Call) -> None:
+    spy = Spy(watches=True)
+    case = Case.parse(f"b1 h2/1 q20 k24 d16 bfloat16 causal {call} detached seed4")
+    assert list(ways.computed(kernel(spy), case, "cpu", UNOBSERVED))
+    assert {shown["gradients"] for shown, _ in spy.seen} == {"inference"}
+    assert all(SHOWS[call] in shown.items() for shown, _ in spy.seen) or call == "compiled"
+
+
+def backwards(seed: int) -> list[int]:
+    """The forwards of a case with small tensors in the order of their backwards, each by its number."""
+    spy, ended = Spy(watches=True), list[int]()
+    right = kernel(spy).attention
+
+    def attention(*tensors: torch.Tensor, **keywords: object) -> object:
+        found = right(*tensors, **keywords)
+        number = spy.forwards
+        if isinstance(found, tuple) and found[0].requires_grad:
+            found[0].register_hook(lambda gradient: ended.append(number))
+        return found
+
+    implementation = replace(kernel(spy), attention=attention)
+    case = Case.parse(f"b1 h2 q20 k24 d16 float32 causal two-forwards seed{seed}")
+    assert len(list(ways.computed(implementation, case, "cpu", UNOBSERVED))) == 2
+    return ended
+
+
+def test_backwards_follow_many_forwards_in_the_order_of_a_network_or_of_a_pipeline() -> None:
+    assert backwards(seed=1) == [*range(ways.MANY_CALLS + 2, 0, -1)]
+    assert backwards(seed=2) == [1, 2]
 
 
 # Two ways cannot show a fault: a backward of zeros has none, and autograd had saved what a checkpoint computes again.
