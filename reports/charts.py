@@ -21,6 +21,7 @@ FOOT, TOP = 1e-4, 1e5  # of every chart of rho: a smaller or larger rho is drawn
 ALLCLOSE = 1e-2  # the absolute tolerance that tutorials compare attention with
 SHAPES = {"passed": "circle", "failed": "triangle", "known defect": "diamond", "refused": "square"}
 MARKS = ("circle", "square", "triangle", "diamond", "cross")
+MARKED = 120  # points of a chart of lines that are all marked
 LETTER = 6.8  # pixels: the width of a letter of a chart, at most
 
 # Where exponentials overflow or underflow: the largest argument of exp in float16 and float32, the smallest one whose
@@ -210,18 +211,22 @@ def lines(
     width: float = 430,
     height: float = 210,
     rule: tuple[float, str] | None = None,
+    posts: Sequence[tuple[float, str]] = (),
+    band: tuple[str, Sequence[tuple[float, float, float]]] | None = None,
 ) -> Markup:
     """Lines over one axis. Their names stand at the right, each with its mark, in the order of their last values.
 
-    Where there are many lines, only their last points are marked.
+    Where there are many lines or points, only the last points are marked.
 
     axes: the titles of x and y. up: the domain of y; its pixels are set here. ticks, places: the labels of y and x.
-    rule: a line across, with its name.
+    rule: a line across, with its name. posts: places of x with a line up, with their names. band: a named range of y at
+    places of x, as (x, low, high).
     """
     least = 13.0  # between two names
-    height = max(height, least * (len(traces) + bool(rule)))
+    height = max(height, least * (len(traces) + bool(rule) + bool(band)))
     left, top, foot = 62.0, 22.0, 38.0
-    right = 22 + LETTER * max(len(name) for name in [*(trace.name for trace in traces), rule[1] if rule else ""])
+    every = [trace.name for trace in traces] + [one[0] for one in [band] if one] + [one[1] for one in [rule] if one]
+    right = 22 + LETTER * max(map(len, every))
     drawing = Drawing(left + width + right, top + height + foot, label)
     up = up._replace(start=top + height, end=top)
     xs = [x for trace in traces for x, _ in trace.points]
@@ -233,8 +238,17 @@ def lines(
     for value, name in places:
         drawing.words(across(value), top + height + 14, name, "tick", "middle")
     drawing.words(left + width / 2, top + height + 32, axes[0], "soft", "middle")
-    many = sum(len(trace.points) > 1 for trace in traces) > 6
+    many = sum(len(trace.points) > 1 for trace in traces) > 6 or len(xs) > MARKED
     names: list[_Name] = []
+    if band:
+        drawing.area(
+            [(across(x), up(low)) for x, low, _ in band[1]] + [(across(x), up(top_)) for x, _, top_ in band[1][::-1]],
+            "lean",
+        )
+        names.append(_Name((up(band[1][-1][1]) + up(band[1][-1][2])) / 2, band[0], "lean", "square"))
+    for index, (x, name) in enumerate(posts):
+        drawing.line((across(x), top), (across(x), top + height), "landmark")
+        drawing.words(across(x) + 4, top + 9 + 13 * index, name, "tick halo")
     if rule:
         drawing.line((left, up(rule[0])), (left + width, up(rule[0])), "bound")
         names.append(_Name(up(rule[0]), rule[1], "tick", ""))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from markupsafe import Markup
 
-from flashproof.reports import charts, speed, throughput
+from flashproof.reports import charts, speed, throughput, training
 from flashproof.reports.drawing import Scale, steps
 from flashproof.reports.evidence import gather
 from flashproof.reports.pages import write_pages
@@ -46,8 +46,9 @@ def test_what_has_no_throughput_is_left_out(tmp_path: Path) -> None:
 def test_every_committed_file_is_read() -> None:
     files = sorted(speed.FOLDER.glob("*.json"))
     assert files
-    assert all(speed.read(path) for path in files)
-    assert {timing.source for timing in speed.committed()} == {path.name for path in files}
+    assert all(speed.read(path) or training.read(path) for path in files)
+    sources = {timing.source for timing in speed.committed()} | {step.source for step in training.committed()}
+    assert sources == {path.name for path in files}
 
 
 def test_measurements_in_another_form_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
