@@ -248,7 +248,8 @@ def lines(
         names.append(_Name((up(band[1][-1][1]) + up(band[1][-1][2])) / 2, band[0], "lean", "square"))
     for index, (x, name) in enumerate(posts):
         drawing.line((across(x), top), (across(x), top + height), "landmark")
-        drawing.words(across(x) + 4, top + 9 + 13 * index, name, "tick halo")
+        side = ("start", 4) if across(x) < left + width / 2 else ("end", -4)
+        drawing.words(across(x) + side[1], top + 9 + 13 * index, name, "tick halo", side[0])
     if rule:
         drawing.line((left, up(rule[0])), (left + width, up(rule[0])), "bound")
         names.append(_Name(up(rule[0]), rule[1], "tick", ""))
