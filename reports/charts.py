@@ -408,20 +408,27 @@ def curves(series: Sequence[Series], label: str) -> Markup:
 # ------------------------------------------------------------------------------------------------ histogram, heat map
 
 
-def histogram(counts: Sequence[tuple[float, int]], label: str, axis: str, rule: tuple[float, str]) -> Markup:
-    """How many cases have a largest error of so many ulps.
+def histogram(
+    counts: Sequence[tuple[float, int]],
+    label: str,
+    axis: str,
+    rule: tuple[float, str],
+    floor: Sequence[int] = (),
+) -> Markup:
+    """How many cases or elements have an error of so many ulps.
 
-    counts: the lower edge of each bin, each twice the one before, and its count. rule: a line, with its name.
+    counts: the lower edge of each bin, each twice the one before, and its count. rule: a line, with its name. floor:
+    counts of the bins that no answer can be better than, drawn as a line.
     """
-    width, height, left, top = 400.0, 130.0, 42.0, 20.0
+    width, height, left, top = 400.0, 130.0, 62.0, 26.0
     drawing = Drawing(left + width + 12, top + height + 36, label)
-    most = max(count for _, count in counts)
+    most = max([count for _, count in counts] + list(floor))
     up = Scale(0, most, top + height, top, "root")
     step = width / len(counts)
     for share in (0.1, 0.4, 1.0):
         value = round(most * share)
         drawing.line((left, up(value)), (left + width, up(value)), "grid")
-        drawing.words(left - 5, up(value) + 3.5, str(value), "tick", "end")
+        drawing.words(left - 5, up(value) + 3.5, f"{value:,}", "tick", "end")
     for index, (edge, count) in enumerate(counts):
         x = left + index * step
         if count:
@@ -431,14 +438,16 @@ def histogram(counts: Sequence[tuple[float, int]], label: str, axis: str, rule: 
                 step - 2,
                 top + height - up(count),
                 "fill rho",
-                f"from {edge:g} to {2 * edge:g} ulps: {count}",
+                f"from {edge:g} to {2 * edge:g} ulps: {count:,}",
             )
         if index % 2 == 0:
             drawing.words(x, top + height + 13, short(edge), "tick", "middle")
+    stairs = [(left + (index + side) * step, up(count)) for index, count in enumerate(floor) for side in (0, 1)]
+    drawing.curve(stairs, "exact")
     at = left + step * (math.log2(rule[0] / counts[0][0]))
     if left <= at <= left + width:
-        drawing.line((at, top - 4), (at, top + height), "bound")
-        drawing.words(at + 4, top + 4, rule[1], "tick")
+        drawing.line((at, top - 10), (at, top + height), "bound")
+        drawing.words(at + 4, top - 5, rule[1], "tick halo")
     drawing.words(left + width / 2, top + height + 31, axis, "soft", "middle")
     return drawing.svg()
 

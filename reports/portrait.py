@@ -11,7 +11,7 @@ from markupsafe import Markup
 from flashproof.impls.catalogue import STANDARD
 from flashproof.reports import badges, casefile, charts, claims, front, overview, tables, throughput, wording
 from flashproof.reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, dtype_order, severity, size
-from flashproof.reports.record import Environment
+from flashproof.reports.record import FIRST_POWER, Environment, TensorName
 from flashproof.reports.speed import Timing
 
 IN_FULL = 3  # failures that are shown with their block at the head of a page
@@ -43,6 +43,7 @@ def values(kernel: Kernel, evidence: Evidence, timings: Sequence[Timing], says: 
         "pictures": [_picture(kernel, machine, len(kernel.machines) > 1) for machine in kernel.machines],
         "curves": _unshifted(evidence),
         "heats": _heats(by_status["failed"] or by_status["known defect"], kernel),
+        "elements": _elements(kernel),
         "histograms": _histograms(kernel),
         "memory": _memory(kernel),
         "traffic": _traffic(kernel),
@@ -231,6 +232,41 @@ def _heats(failed: list[Judged], kernel: Kernel) -> list[tuple[str, str, Markup]
     return list(found.values())
 
 
+PARTS: tuple[tuple[str, tuple[TensorName, ...]], ...] = (("out", ("out",)), ("gradients", ("dq", "dk", "dv")))
+
+
+def _elements(kernel: Kernel) -> list[tuple[str, Machine, Markup]]:
+    """How many elements have an error of so many ulps, for each dtype, beside the correctly rounded result.
+
+    The elements are those of the sweep over lengths, whose numbers are normal.
+    """
+    found = []
+    for machine in kernel.machines:
+        for dtype in sorted({j.judgement.dtype for j in kernel.judged}, key=dtype_order):
+            for part, tensors in PARTS:
+                every = [
+                    j.judgement.elements
+                    for j in kernel.judged
+                    if j.judgement.elements and (j.machine, j.judgement.dtype) == (machine, dtype)
+                    if j.judgement.tensor in tensors
+                ]
+                if not every:
+                    continue
+                counts = [sum(numbers) for numbers in zip(*(one.counts for one in every), strict=True)]
+                floor = [sum(numbers) for numbers in zip(*(one.floor for one in every), strict=True)]
+                within = 100 * sum(counts[: 1 - FIRST_POWER]) / sum(counts)
+                about = f"{sum(counts):,} elements, {within:.3g} % within 1 ulp"
+                svg = charts.histogram(
+                    [(2.0 ** (FIRST_POWER - 1 + place), count) for place, count in enumerate(counts)],
+                    f"errors of {part} in {dtype} on {machine}: {about}",
+                    "error in ulps of the element; all smaller and larger ones at the ends",
+                    (0.5, "correctly rounded: 0.5"),
+                    floor,
+                )
+                found.append((f"{part}, {dtype}: {about}", machine, svg))
+    return found
+
+
 def _histograms(kernel: Kernel) -> list[tuple[str, str, Markup, int]]:
     """How many judgements have a largest error of so many ulps, for each dtype."""
     found = []
@@ -251,7 +287,7 @@ def _histograms(kernel: Kernel) -> list[tuple[str, str, Markup, int]]:
             svg = charts.histogram(
                 [(2.0**power, counts[power]) for power in range(low, high + 1)],
                 label,
-                "largest error of a tensor, in ulps of its largest number; the last bar holds all above",
+                "largest error in ulps of the tensor's largest number; all larger ones at the end",
                 (0.5, "correctly rounded: 0.5"),
             )
             found.append((dtype, str(machine), svg, len(finite)))
