@@ -21,6 +21,7 @@ FOOT, TOP = 1e-4, 1e5  # of every chart of rho: a smaller or larger rho is drawn
 ALLCLOSE = 1e-2  # the absolute tolerance that tutorials compare attention with
 SHAPES = {"passed": "circle", "failed": "triangle", "known defect": "diamond", "refused": "square"}
 MARKS = ("circle", "square", "triangle", "diamond", "cross")
+WIDEST = 1320.0  # pixels of a chart that fills a page
 MARKED = 120  # points of a chart of lines that are all marked
 LETTER = 6.8  # pixels: the width of a letter of a chart, at most
 
@@ -229,7 +230,7 @@ def lines(
     right = 22 + LETTER * max(map(len, every))
     drawing = Drawing(left + width + right, top + height + foot, label)
     up = up._replace(start=top + height, end=top)
-    xs = [x for trace in traces for x, _ in trace.points]
+    xs = [x for trace in traces for x, _ in trace.points] + [x for x, _ in posts]
     across = Scale(min(xs), max(xs), left + 8, left + width - 8, "log" if logarithmic else "linear")
     drawing.words(left - 50, 11, axes[1], "soft")
     for value, name in ticks:
@@ -623,7 +624,9 @@ def kills(
     a gap was not tried. groups: the classes of faults and the number of their specimens. names: the name and address of
     each specimen; without them, the columns lead nowhere.
     """
-    left, top, cell, tall, gap = 190.0, 66.0, 5.0, 13.0, 6.0
+    left, top, tall, gap, right = 190.0, 66.0, 13.0, 6.0, 76.0
+    room = WIDEST - left - right - gap * len(groups)
+    cell = min(5.0, max(3.0, room / max(1, sum(count for _, count in groups))))
     starts: list[float] = []
     x = left
     for _, count in groups:
@@ -634,7 +637,7 @@ def kills(
     end = x
     rows = sum(len(scores) for _, scores in sections)
     height = top + rows * tall + len(sections) * 22
-    drawing = Drawing(x + 60, height, label)
+    drawing = Drawing(x + right, height, label)
     place = 0
     for title, count in groups:
         drawing.words(starts[place] + count * cell / 2, top - 8, title, "tick", "start", -50)
@@ -653,7 +656,7 @@ def kills(
             drawing.boxes([(x, y + 1) for x in at["told"]], cell - 0.8, tall - 3, f"fill {kind}")
             drawing.boxes([(x, y + 4.5) for x in at["alike"]], cell - 0.8, 3, "fill alike")
             if names:
-                drawing.boxes([(x + 1.4, y + tall / 2 - 1) for x in at["missed"]], 1.4, 1.4, "fill missed")
+                drawing.boxes([(x + 0.3 * cell, y + tall / 2 - 1) for x in at["missed"]], 1.4, 1.4, "fill missed")
             drawing.words(end, y + 9.5, score.figure, "strong" if score.strong else "tick")
             y += tall
         y += 4

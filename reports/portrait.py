@@ -112,8 +112,10 @@ def _sentence(kernel: Kernel) -> str:
     if whole.state == "failed":
         worst = overview.worst_failure(kernel)
         assert worst is not None
-        failing = len({(j.judgement.check) for j in kernel.judged if j.judgement.status == "failed"})
-        return f"Fails {wording.plural(failing, 'check')}. The worst: {wording.reason(worst.judgement)}."
+        failed = [j.judgement for j in kernel.judged if j.judgement.status == "failed"]
+        cause = next((f": {one.question}" for one in failed if one.question), "")
+        checks = wording.plural(len({one.check for one in failed}), "check")
+        return f"Fails {checks}{cause}. The worst: {wording.reason(worst.judgement)}."
     if whole.state == "known defect":
         count = sum(j.judgement.status == "known defect" for j in kernel.judged)
         return f"Holds its bound, but for {wording.plural(count, 'case')} of known defects, on {on}."
@@ -123,7 +125,7 @@ def _sentence(kernel: Kernel) -> str:
 
 
 class Told(NamedTuple):
-    """The worst failure of one check, tensor, dtype and machine.
+    """One failure of a check, tensor, dtype and machine: one whose cause was found, or else the worst.
 
     block: its text. more: how many more failures of this kind there are. key: the fold that holds them.
     """
@@ -135,7 +137,7 @@ class Told(NamedTuple):
 
 
 def _grouped(failures: list[Judged], kernel: Kernel) -> list[Told]:
-    """The worst failure of each tensor, dtype and machine of a check.
+    """One failure of each tensor, dtype and machine of a check. Those whose cause was found are first.
 
     failures: sorted, worst first.
     """
@@ -143,14 +145,15 @@ def _grouped(failures: list[Judged], kernel: Kernel) -> list[Told]:
     for judged in failures:
         one = judged.judgement
         groups.setdefault((one.check, one.tensor, one.dtype, judged.machine), []).append(judged)
+    shown = [(next((j for j in group if j.judgement.question), group[0]), len(group)) for group in groups.values()]
     return [
         Told(
-            group[0],
-            wording.failure_block(group[0].judgement, tables.threshold(group[0], kernel)),
-            len(group) - 1,
-            overview.key_of(group[0].judgement),
+            judged,
+            wording.failure_block(judged.judgement, tables.threshold(judged, kernel)),
+            count - 1,
+            overview.key_of(judged.judgement),
         )
-        for group in groups.values()
+        for judged, count in sorted(shown, key=lambda pair: not pair[0].judgement.question)
     ]
 
 

@@ -131,6 +131,11 @@ def is_drift(curve: Curve) -> bool:
     return curve.chart.startswith(DRIFT)
 
 
+def kernel_of(curve: Curve) -> str:
+    """The implementation whose training a curve of a drift belongs to."""
+    return curve.chart.rpartition(", ")[2]
+
+
 class Trained(NamedTuple):
     """A row of the table about bias: a kernel, what it did in a training, and the step at which each test told."""
 
@@ -240,13 +245,14 @@ class Drifts(NamedTuple):
 
 
 def _drifts(evidence: Evidence) -> list[Drifts]:
-    """The drifts in the evidence. Where there are none, those of the committed training."""
+    """The drifts in the evidence. Where there are none, those of the committed trainings, if it holds the kernels."""
     path = FOLDER / "drift.jsonl.gz"
     is_committed = not any(is_drift(curve) for curve, _ in evidence.curves) and path.exists()
     source = gather([path]) if is_committed else evidence
+    names = {kernel.name for kernel in evidence.kernels}
     by_machine: defaultdict[Machine, list[Curve]] = defaultdict(list)
     for curve, machine in source.curves:
-        if is_drift(curve):
+        if is_drift(curve) and kernel_of(curve) in names:
             by_machine[machine].append(curve)
     outside = defaultdict(list)
     for kernel in source.kernels:
@@ -257,7 +263,7 @@ def _drifts(evidence: Evidence) -> list[Drifts]:
         Drifts(
             machine,
             _drift_charts(curves, machine),
-            sorted({curve.chart.rpartition(", ")[2] for curve in curves}),
+            sorted(set(map(kernel_of, curves))),
             sorted(set(outside[machine])),
             is_committed,
         )

@@ -453,3 +453,13 @@ def test_the_unshifted_softmax_is_beside_the_landmarks(site: Path) -> None:
     text = (site / "triton.fa2.html").read_text("utf-8")
     assert text.count(">For comparison: a softmax that overflows<") == 1
     assert text.index('id="picture"') < text.index('id="unshifted"') < text.index('id="checks"')
+
+
+def test_a_failure_whose_cause_was_found_comes_first(tmp_path: Path) -> None:
+    cause = "this is the answer without the causal mask"
+    failed = [judgement(status="failed", tensor=tensor, rho=rho) for tensor, rho in (("out", 3.0), ("dv", 9.0))]
+    failed.append(judgement(status="failed", tensor="out", rho=2.0, question=cause, case="b1 q8 seed1"))
+    site = write_site([building.write(tmp_path / "run.jsonl", [environment(), *failed])], tmp_path / "site").parent
+    text = the_page(site, "triton.fa2").text
+    assert f"Fails 1 check: {cause}. The worst: " in text
+    assert text.index("rho 2.0") < text.index("rho 9.0")

@@ -83,3 +83,10 @@ def test_drifts_are_on_this_page_alone(tmp_path: Path) -> None:
     assert "triton.fa2 leaves the spread of right kernels" in text
     assert "right kernels" in text
     assert "drift of the" not in (tmp_path / "site" / "index.html").read_text()
+
+
+def test_committed_drifts_are_shown_for_the_verified_alone(tmp_path: Path) -> None:
+    text = page(tmp_path, steps=[])  # of triton.fa2
+    assert "All 1 implementations" not in text
+    assert "triton.fa2 stays within the spread of right kernels" in text
+    assert "tiled.fa1" not in text
