@@ -114,7 +114,7 @@ def _rho_panel(
     place = [(x + width * across(at), judged) for at, judged in panel.points]
     allowed = [(at, ALLCLOSE / bound) for at, judged in place if (bound := _bound(judged))]
     drawing.area(_down_to(up(1), [(at, min(up(1), up(limit))) for at, limit in allowed]), "hides")
-    drawing.curve([(at, up(max(limit, FOOT))) for at, limit in allowed], "loose")
+    drawing.curve([(round(at), round(up(max(limit, FOOT)))) for at, limit in allowed], "loose")
     biased = [(at, lean(judged.judgement)) for at, judged in place if judged.judgement.bias is not None]
     drawing.area(_down_to(up(FOOT), [(at, up(max(share, FOOT))) for at, share in biased]), "lean")
     if landmarks:
@@ -430,27 +430,22 @@ def histogram(
         value = round(most * share)
         drawing.line((left, up(value)), (left + width, up(value)), "grid")
         drawing.words(left - 5, up(value) + 3.5, f"{value:,}", "tick", "end")
-    for index, (edge, count) in enumerate(counts):
-        x = left + index * step
-        if count:
-            drawing.box(
-                x + 1,
-                up(count),
-                step - 2,
-                top + height - up(count),
-                "fill rho",
-                f"from {edge:g} to {2 * edge:g} ulps: {count:,}",
-            )
-        if index % 2 == 0:
-            drawing.words(x, top + height + 13, short(edge), "tick", "middle")
-    stairs = [(left + (index + side) * step, up(count)) for index, count in enumerate(floor) for side in (0, 1)]
-    drawing.curve(stairs, "exact")
+    drawing.area(_stairs([count for _, count in counts], left, step, up), "fill rho")
+    for index, (edge, _) in list(enumerate(counts))[::2]:
+        drawing.words(left + index * step, top + height + 13, short(edge), "tick", "middle")
+    drawing.curve(_stairs(floor, left, step, up)[1:-1], "exact")
     at = left + step * (math.log2(rule[0] / counts[0][0]))
     if left <= at <= left + width:
         drawing.line((at, top - 10), (at, top + height), "bound")
         drawing.words(at + 4, top - 5, rule[1], "tick halo")
     drawing.words(left + width / 2, top + height + 31, axis, "soft", "middle")
     return drawing.svg()
+
+
+def _stairs(counts: Sequence[int], left: float, step: float, up: Scale) -> list[Point]:
+    """The outline of bars that stand side by side, with its foot at both ends."""
+    tops = [(left + (index + side) * step, up(count)) for index, count in enumerate(counts) for side in (0, 1)]
+    return [(left, up(0)), *tops, (left + len(counts) * step, up(0))]
 
 
 def heat(

@@ -16,7 +16,7 @@ from flashproof.reports.speed import Timing
 
 IN_FULL = 3  # failures that are shown with their block at the head of a page
 SHOWN = 20  # at most this many are shown at all; the fold of all cases holds every one
-WORST = 5  # of a column, in its fold
+WORST = 3  # of a column, in its fold
 
 
 def values(kernel: Kernel, evidence: Evidence, timings: Sequence[Timing], says: dict[str, str]) -> dict[str, Any]:
@@ -271,9 +271,13 @@ def _elements(kernel: Kernel) -> list[tuple[str, Machine, Markup]]:
 
 
 def _histograms(kernel: Kernel) -> list[tuple[str, str, Markup, int]]:
-    """How many judgements have a largest error of so many ulps, for each dtype."""
+    """How many judgements have a largest error of so many ulps, for each dtype.
+
+    A machine whose records count the elements is left out, because `_elements` says more.
+    """
+    counted = {j.machine for j in kernel.judged if j.judgement.elements}
     found = []
-    for machine in kernel.machines:
+    for machine in [machine for machine in kernel.machines if machine not in counted]:
         for dtype in sorted({j.judgement.dtype for j in kernel.judged}, key=dtype_order):
             ulps = [
                 size(j.judgement.ulps)

@@ -445,8 +445,8 @@ def test_errors_of_all_elements_stand_beside_the_correctly_rounded_result(tmp_pa
     (out, _, first), (gradients, _, _) = portrait._elements(kernel)
     assert out == "out, float32: 40 elements, 100 % within 1 ulp"
     assert gradients == "gradients, float32: 80 elements, 100 % within 1 ulp"
-    assert "from 0.5 to 1 ulps: 10" in first
-    assert first.count('class="exact"') == 1
+    assert first.count('class="fill rho"') == first.count('class="exact"') == 1
+    assert portrait._histograms(kernel) == []
 
 
 def test_the_unshifted_softmax_is_beside_the_landmarks(site: Path) -> None:
