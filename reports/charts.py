@@ -111,7 +111,7 @@ def _rho_panel(
         drawing.line((x, up(1)), (x + width, up(1)), "bound")
         drawing.words(x + width / 2, y + height / 2 + 12, "not judged", "soft", "middle")
         return
-    place = [(x + width * across(at), judged) for at, judged in panel.points]
+    place = [(round(x + width * across(at)), judged) for at, judged in panel.points]
     allowed = [(at, ALLCLOSE / bound) for at, judged in place if (bound := _bound(judged))]
     drawing.area(_down_to(up(1), [(at, min(up(1), up(limit))) for at, limit in allowed]), "hides")
     drawing.curve([(round(at), round(up(max(limit, FOOT)))) for at, limit in allowed], "loose")
