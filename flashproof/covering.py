@@ -20,7 +20,7 @@ Partial = Sequence[int]  # the same, with -1 for a factor that has no level yet
 Allowed = Callable[[Partial, int | None], bool]
 OPEN = -1
 _TRIES = 6  # attempts to build a row, each of which may reach a dead end
-_PAIR = 1e6  # the value of a new pair, in new triples: more than all triples of a row
+PAIR = 1e6  # the value of a new pair, in new triples: more than all triples of a row
 
 
 @dataclass(frozen=True)
@@ -234,9 +234,9 @@ class Covering:
         else:
             triples = with_it[:, taken].astype(np.float32) @ self._weight[taken] * self._weight[level]
         if not before and not self._hiding[level]:
-            gain += _PAIR * self.open_pairs[:, level] + triples
+            gain += PAIR * self.open_pairs[:, level] + triples
         elif not before:  # from now on, only pairs and triples that contain this level count
-            gain[:] = _PAIR * self.open_pairs[:, level] + triples
+            gain[:] = PAIR * self.open_pairs[:, level] + triples
         elif len(before) == 1 and not self._hiding[level]:
             gain += triples
         elif len(before) == 1:

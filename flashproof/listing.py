@@ -23,6 +23,7 @@ Needs = dict[Device, tuple[str, ...]]  # by device: modules, "device" for a CUDA
 NEEDS: dict[str, Needs] = {
     "tiled.*": {"cpu": (), "cuda": ("device",)},
     "triton.*": {"cpu": ("triton", "no device"), "cuda": ("triton", "device")},
+    "cuda.fa3_fp8": {"cuda": ("cuda.core", "cuda.bindings", "device")},
     "cuda.fa3_float32": {"cuda": ("cuda.core", "cuda.bindings", "device")},
     "cuda.*": {"cpu": ("compiler",), "cuda": ("cuda.core", "cuda.bindings", "device")},
     "sdpa.math": {"cpu": (), "cuda": ("device",)},

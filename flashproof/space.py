@@ -37,12 +37,12 @@ from flashproof.cases import (
     Wanted,
     not_claimed,
 )
-from flashproof.covering import OPEN, Allowed, Coverage, Covering, Partial, Row, every_four
+from flashproof.covering import OPEN, PAIR, Allowed, Coverage, Covering, Partial, Row, every_four
 from flashproof.impls.spec import DTYPES, OWN_KERNELS, Device, Dtype, Implementation, Supports
 
 # The version of the list of cases that a run judges, of the space and of all grids. Bundles name it: `flashproof check`
 # makes the list again. Whoever changes a case raises it (tests/suite/space/test_case_set.py says when).
-CASE_SET = 3
+CASE_SET = 4
 
 Fields = dict[str, Any]  # the fields of a case that is being built
 Levels = Mapping[str, str]  # the level of each factor
@@ -587,14 +587,20 @@ TURNS = 6  # how often the numbers of a row are chosen anew; the first choice th
 TILE = 64  # the queries, and the keys, of a tile that may take milliseconds
 
 
+def steps_of(case: Case) -> int:
+    """The time of a case whose tiles are slow, in tiles. The beginning and the end of a head take as long as three."""
+    tiles = math.ceil(case.queries / TILE) * math.ceil(case.keys / TILE)
+    return case.batch * case.heads * (3 + tiles)
+
+
 @dataclass(frozen=True)
 class Room:
     """The limits on the cases of a run.
 
     work: the largest batch x heads x queries x keys x (dim + 64) of one case. numbers: the most elements of its four
     tensors. many: the same limit, for a batch x heads over 65535. cases: the least number of cases. steps: the largest
-    batch x heads x (4 + tiles of queries x tiles of keys) of one case. dims: the head dims. odd: the only odd head dim,
-    for a kernel that is compiled for each. pairs: whether the run has as many cases as all pairs need. half_hiding:
+    time of one case by `steps_of`, where tiles are slow. dims: the head dims. odd: the only odd head dim, for a kernel
+    that is compiled for each. pairs: whether the run has as many cases as all pairs need. half_hiding:
     whether a case that asks for some gradients alone counts for no other pair, as a case without gradients. A run then
     needs a third more cases. common: whether the run has every combination of four common levels. triples: the room of
     further cases, which complete every triple that fits in that room.
@@ -615,10 +621,8 @@ class Room:
     def holds(self, case: Case) -> bool:
         """Whether a case fits in this room."""
         work = case.batch * case.heads * case.queries * case.keys * (case.dim + 64)
-        tiles = math.ceil(case.queries / TILE) * math.ceil(case.keys / TILE)
-        steps = case.batch * case.heads * (4 + tiles)
         numbers = self.numbers if case.batch * case.heads <= 65535 else self.many
-        return case.numbers <= numbers and work <= self.work and steps <= self.steps
+        return case.numbers <= numbers and work <= self.work and steps_of(case) <= self.steps
 
 
 Effort = Literal["quick", "default", "thorough"]
@@ -626,7 +630,7 @@ _OF_A_CPU = Room(work=2.0**25.5, numbers=2.0**18.5, many=2.0**21.5, cases=600, h
 _OF_A_GPU = replace(_OF_A_CPU, half_hiding=False)
 _FEW_DIMS = ("64", "16", "32", "40", "128", "256", "odd")  # the head dims of the grids, and a few more
 _OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS, odd=33, common=False)
-_OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=40)
+_OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=32)
 _OF_SLOW_CALLS = replace(_OF_SLOW_SHAPES, cases=60, pairs=False)
 _OF_LOOPS_ON_A_GPU = replace(_OF_SLOW_TILES, pairs=False)  # the loops run in Python, as on a CPU
 _CASES_OF_A_QUICK_RUN = 60
@@ -784,12 +788,19 @@ class Space:
 
     def _nothing_covered(self) -> Covering:
         sizes = [len(self.levels[factor.name]) for factor in FACTORS]
-        costs = [[factor.cost_of(level) for level in self.levels[factor.name]] for factor in FACTORS]
+        costs = [[self._cost_of(factor, level) for level in self.levels[factor.name]] for factor in FACTORS]
         hiding = [
             [level in factor.hiding or (self.room.half_hiding and level in factor.half_hiding) for level in own]
             for factor, own in ((factor, self.levels[factor.name]) for factor in FACTORS)
         ]
         return Covering(sizes, self.allowed, [factor.weight for factor in FACTORS], costs, hiding)
+
+    def _cost_of(self, factor: Factor, level: str) -> float:
+        """The cost of a level, in new triples. Where tiles are slow, each further tile of a level costs a new pair."""
+        cost = factor.cost_of(level)
+        if self.room.steps == math.inf or factor.name not in _OF_SIZE:
+            return cost
+        return cost + PAIR * (steps_of(_smallest({factor.name: level})) / steps_of(_smallest({})) - 1)
 
     @cached_property
     def _covering(self) -> Covering:

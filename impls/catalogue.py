@@ -20,6 +20,8 @@ CATALOGUE: dict[str, str] = {
     "cuda.fa1": "flashproof.impls.cuda.fa1:implementation",
     "cuda.fa2": "flashproof.impls.cuda.fa2:implementation",
     "cuda.fa3": "flashproof.impls.cuda.fa3:implementation",
+    "cuda.fa3_deterministic": "flashproof.impls.cuda.fa3:deterministic",
+    "cuda.fa3_fp8": "flashproof.impls.cuda.fa3_fp8:implementation",
     "cuda.fa3_float32": "flashproof.impls.cuda.fa3_float32:implementation",
     "cuda.block_sparse": "flashproof.impls.cuda.block_sparse:implementation",
     "sdpa.math": "flashproof.impls.peers.sdpa:math",

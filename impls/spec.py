@@ -90,15 +90,21 @@ class Arithmetic:
     # the unit roundoff. "float64": float64.
     accumulate: Literal["fma", "tensor_core", "float64"] = "fma"
     # With "tensor_core": the most terms that a tensor core adds up before float32 units add the sum to others, rounding
-    # to nearest. It adds 16 products at a time and keeps two bits more than float32, as Hopper's does. Nothing but
-    # products is then added by tensor cores. None: they add up all terms.
+    # to nearest. It adds 16 products at a time and keeps two bits more than float32, as Hopper's does. Of e4m3 numbers
+    # it adds 32 products at a time and keeps 13 bits below the largest one. Nothing but products is then added by
+    # tensor cores. None: they add up all terms.
     tensor_core_terms: int | None = None
     # Before a product, float32 operands are rounded to nearest in this format. "exact": not at all. "6xbf16": each
     # operand is the sum of three bfloat16 numbers, and the six largest of their nine products are added, small ones
-    # first. "input": operands and products are rounded to the input dtype, as under torch.autocast.
-    products: Literal["exact", "6xbf16", "3xtf32", "tf32", "input"] = "exact"
-    # P and dS are cast to this dtype before the second product. "input": to the dtype of query.
-    weights: Literal["input", "float32"] = "input"
+    # first. "input": operands and products are rounded to the input dtype, as under torch.autocast. "e4m3": query, key
+    # and value are rounded to nearest in e4m3, an FP8 format. `scale_rows` rows of a head share a scale, the smallest
+    # power of two, and at least 2^-126, that brings them into the range of e4m3, up to 448. Only the forward has a
+    # bound; a claim of a backward needs other products.
+    products: Literal["exact", "6xbf16", "3xtf32", "tf32", "input", "e4m3"] = "exact"
+    scale_rows: int = 128  # with products="e4m3": the rows 0 to 127 of each head, 128 to 255 ... share a scale
+    # P and dS are cast to this dtype before the second product. "input": to the dtype of query. "e4m3": 2^8 exp(S - m)
+    # is cast to e4m3, with m the largest score of the row so far; only with products="e4m3".
+    weights: Literal["input", "float32", "e4m3"] = "input"
     # The forward pass divides its weights by this. "sum": their own sum, so the errors that they share cancel. "lse":
     # exp(lse) with a rounded LSE, as in a second pass over the keys, or when parts of the keys are merged by their
     # LSEs.
@@ -117,12 +123,15 @@ class Arithmetic:
         check_types(self, Arithmetic)
         for name, least in (
             ("tensor_core_terms", 1),
+            ("scale_rows", 1),
             ("exp_ulps", 0),
             ("exp_smallest", 0),
             ("key_tile", 1),
             ("query_tile", 1),
         ):
             check_number(self, name, least=least)
+        if self.weights == "e4m3" and self.products != "e4m3":
+            raise wrong(self, "weights", "'input' or 'float32', or also products='e4m3'")
 
 
 def arithmetic_of_flash(dtype: Dtype, device: Device) -> Arithmetic:

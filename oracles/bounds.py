@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flashproof.impls.shapes import Float
 from flashproof.impls.spec import Arithmetic
-from flashproof.oracles import naive
+from flashproof.oracles import e4m3, naive
 from flashproof.oracles.naive import Attention, Rows, Slopes
 from flashproof.oracles.problem import Problem
 
@@ -49,13 +49,19 @@ _UNDERFLOW = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-126, torch.float32:
 _PRODUCTS = {"exact": 0.0, "6xbf16": 2.0 * 2.0**-8 * 2.0**-17 + 2.0**-34, "3xtf32": 2.0**-21, "tf32": 2.0**-10}
 # The largest absolute error of an operand whose third part underflows: half of the smallest number of bfloat16.
 _OPERAND_UNDERFLOW = {"6xbf16": 2.0**-134}
-# A tensor core of Hopper adds 16 products to a sum at a time. It cuts each of the 17 numbers off 25 bits below the
-# exponent of the largest one, and cuts their sum off after 24 bits.
-_STEP_TERMS = 16
-_STEP_ERROR = (_STEP_TERMS + 1) * 2.0**-25 + 2.0**-23
+# The products that a tensor core of Hopper adds to a sum in one step, and what the step loses, relative to the sum of
+# the absolute values. It cuts each of 17 numbers off 25 bits below the exponent of the largest one, and cuts their sum
+# off after 24 bits. Of e4m3 numbers it adds 32 products, cuts each of 33 numbers off 13 bits below the exponent of the
+# largest one, and cuts their sum off after 14 bits.
+_STEP = 16, 17 * 2.0**-25 + 2.0**-23
+_STEP_OF_E4M3 = 32, 33 * 2.0**-13 + 2.0**-13
 # The sum of all partial sums after which the six products of parts truncate, relative to the whole sum: the five small
 # products come first, and what they add to 1 is 2^-7 twice, 2^-8 three times, and less.
 _SMALL_PRODUCTS_FIRST = 1.04
+# A weight in e4m3 is 2^8 exp(S - m). It is rounded to 4 bits. Below 2^-6 it is off by at most 2^-10, half of the
+# smallest number of e4m3.
+_E4M3_WEIGHT = 2.0**-4
+_E4M3_WEIGHT_UNDERFLOW = 2.0**-10 / 2.0**8
 # This limit keeps exponentials and the products of two of them finite in float64. A bound of 1e130 excuses any number.
 _LARGEST_EXPONENT = 300.0
 
@@ -107,6 +113,7 @@ class Units:
     form: Form
     u_a: float  # one operation of the accumulator, or of the float32 units where only products use tensor cores
     terms: int | None  # the most terms that a tensor core adds up; None: all sums are made in the same way
+    step_terms: int  # with `terms`: the products that a tensor core adds in one step
     step_error: float  # with `terms`: what one step of a tensor core truncates
     tile: int  # with `terms`: the fewest terms in each sum of a tensor core, apart from the last one
     u_p: float  # the cast of P or dS before a product
@@ -117,6 +124,8 @@ class Units:
     operand: float  # the underflow of an operand of a product, an absolute error
     eps_e: float  # the exponential
     eta: float  # the underflow of a weight
+    lost: float  # the underflow of a weight, relative to the largest weight of its row
+    is_coarse: bool  # e4m3: terms of second order count
     tiny: float  # the underflow of the output
     tiles: int  # n_b, the number of steps of the online softmax
     row_sum: int  # the length of the longest chain of additions in a row's sum
@@ -131,7 +140,9 @@ class Units:
         """
         if self.terms is None:
             return self.added(n)
-        return math.ceil(min(n, self.terms) / _STEP_TERMS) * self.step_error + self.added(math.ceil(n / self.tile))
+        steps = math.ceil(min(n, self.terms) / self.step_terms)
+        truncated = math.expm1(steps * math.log1p(self.step_error)) if self.is_coarse else steps * self.step_error
+        return truncated + self.added(math.ceil(n / self.tile))
 
     def added(self, n: int) -> float:
         """The relative error of a sum of n numbers that are not products, in the same units.
@@ -175,7 +186,11 @@ def _sixteen_bit_steps(problem: Problem, arithmetic: Arithmetic) -> int:
 def units_of(problem: Problem, claim: "Claim") -> Units:
     """Computes the units of error of a claim on a problem."""
     arithmetic, dtype, keys = claim.arithmetic, claim.dtype or problem.query.dtype, problem.key.shape[2]
+    of_e4m3 = arithmetic.products == "e4m3"
     terms = arithmetic.tensor_core_terms if arithmetic.accumulate == "tensor_core" else None
+    if of_e4m3 and arithmetic.accumulate == "tensor_core":
+        terms = terms or max(keys, problem.query.shape[3])
+    step_terms, step_error = _STEP_OF_E4M3 if of_e4m3 else _STEP
     roundoff = {"fma": 2.0**-24, "tensor_core": 2.0 * 2.0**-24, "float64": 2.0**-53}[
         "fma" if terms else arithmetic.accumulate
     ]
@@ -189,18 +204,21 @@ def units_of(problem: Problem, claim: "Claim") -> Units:
         form=claim.form,
         u_a=roundoff,
         terms=terms,
-        step_error=_STEP_ERROR * (_SMALL_PRODUCTS_FIRST if arithmetic.products == "6xbf16" else 1.0),
+        step_terms=step_terms,
+        step_error=step_error * (_SMALL_PRODUCTS_FIRST if arithmetic.products == "6xbf16" else 1.0),
         tile=min(arithmetic.key_tile or 16, arithmetic.query_tile or 16),
-        u_p=_ROUNDOFF[dtype] if cast else 0.0,
+        u_p=_E4M3_WEIGHT if arithmetic.weights == "e4m3" else _ROUNDOFF[dtype] if cast else 0.0,
         u_o=_ROUNDOFF[dtype],
         u_l=_ROUNDOFF[torch.float32] if arithmetic.accumulate == "float64" and dtype != torch.float64 else 0.0,
         u_n=_ROUNDOFF[dtype] if arithmetic.products == "input" else roundoff,
         # With "input", both operands of a product and the product itself are rounded to the input dtype.
-        product=3.0 * _ROUNDOFF[dtype] if arithmetic.products == "input" else _PRODUCTS[arithmetic.products],
+        product=3.0 * _ROUNDOFF[dtype] if arithmetic.products == "input" else _PRODUCTS.get(arithmetic.products, 0.0),
         operand=_OPERAND_UNDERFLOW.get(arithmetic.products, 0.0),
         eps_e=2.0 * arithmetic.exp_ulps * elementary,
         eta=(_UNDERFLOW[torch.float64] if arithmetic.accumulate == "float64" else arithmetic.exp_smallest)
         + (_UNDERFLOW[dtype] if cast else 0.0),
+        lost=_E4M3_WEIGHT_UNDERFLOW if arithmetic.weights == "e4m3" else 0.0,
+        is_coarse=of_e4m3,
         # With "input", a product underflows before it is divided, and the output underflows after that.
         tiny=(2.0 if arithmetic.products == "input" else 1.0) * _UNDERFLOW[dtype],
         tiles=tiles,
@@ -260,11 +278,45 @@ class Evaluation:
 def evaluate(
     problem: Problem, claims: Sequence[Claim], block_scores: int | None = None, *, backward: bool = True
 ) -> Evaluation:
-    """Computes the float64 answer and the bounds of some claims, in one pass over the rows.
+    """Computes the float64 answer and the bounds of some claims.
 
     claims: the result has one bound for each of them. block_scores: see `naive.row_blocks`.
     backward: whether to compute the gradients. Otherwise the gradients of the answer are 0.
     """
+    exact = [claim for claim in claims if claim.arithmetic.products != "e4m3"]
+    evaluation = _evaluate(problem, exact, block_scores, backward=backward)
+    others = iter(evaluation.bounds)
+    return Evaluation(
+        evaluation.answer,
+        [
+            _around(evaluation.answer, problem, claim, block_scores)
+            if claim.arithmetic.products == "e4m3"
+            else next(others)
+            for claim in claims
+        ],
+    )
+
+
+def _around(answer: Attention, problem: Problem, claim: Claim, block_scores: int | None) -> Attention:
+    """The bound of a claim of e4m3 inputs: what their rounding changes, and the bound of the claim on rounded inputs.
+
+    The rounding is a function of the inputs. So its effect is computed, and no bound of it is needed. No gradient is
+    claimed, so the bounds of gradients are 0.
+    """
+    rounded = e4m3.rounded_inputs(problem, claim.arithmetic.scale_rows)
+    claim = replace(claim, dtype=claim.dtype or problem.query.dtype)
+    found = _evaluate(rounded, [claim], block_scores, backward=False)
+    (bound,) = found.bounds
+
+    def moved(name: str) -> Tensor:
+        exact, changed = getattr(answer, name), getattr(found.answer, name)
+        return torch.where(exact == changed, 0.0, (changed - exact).abs())  # the LSE of a row without keys is -inf
+
+    return replace(naive.empty_answer(problem), out=bound.out + moved("out"), lse=bound.lse + moved("lse"))
+
+
+def _evaluate(problem: Problem, claims: Sequence[Claim], block_scores: int | None, *, backward: bool) -> Evaluation:
+    """As `evaluate`, in one pass over the rows, and for claims of exact inputs."""
     answer = naive.empty_answer(problem)
     largest = largest_score(problem)
     sums = [_Sums(problem, units_of(problem, claim), largest) for claim in claims]
@@ -285,7 +337,7 @@ def casts(problem: Problem, arithmetic: Arithmetic, *, backward: bool = True) ->
     row share one error. A correct kernel then has a bias of the same size. The list is empty for float32. backward: as
     in `evaluate`.
     """
-    if problem.query.dtype == torch.float32:
+    if problem.query.dtype == torch.float32 or arithmetic.products == "e4m3":
         return []
     found = _Casts(problem)
     for rows in naive.row_blocks(problem):
@@ -320,6 +372,8 @@ def share(problem: Problem, claim: Claim, of: Claim) -> float | None:
     these factors is convex and 0 at 0, so f(t x) <= t f(x). The second kind is a square root of two factors, each at
     most t times as large. Each term, and thus the bound, is therefore at most t times as large.
     """
+    if "e4m3" in (claim.arithmetic.products, of.arithmetic.products):
+        return None  # such a bound is evaluated on other inputs
     small, large = units_of(problem, claim), units_of(problem, of)
     if not _largest_error(problem, large, largest_score(problem)) < FEW or (small.by_lse and not large.by_lse):
         return None
@@ -329,7 +383,7 @@ def share(problem: Problem, claim: Claim, of: Claim) -> float | None:
     pairs += [(small.added(small.row_sum), large.added(large.row_sum)), (small.rescaling, large.rescaling)]
     pairs += [
         (getattr(small, unit), getattr(large, unit))
-        for unit in ("u_a", "u_p", "u_o", "u_l", "u_n", "product", "operand", "eps_e", "eta", "tiny")
+        for unit in ("u_a", "u_p", "u_o", "u_l", "u_n", "product", "operand", "eps_e", "eta", "lost", "tiny")
     ]
     pairs += [(small.sixteen_bit_steps * small.u_o, large.sixteen_bit_steps * large.u_o)]
     pairs += [((1 + small.sixteen_bit_steps) * small.tiny, (1 + large.sixteen_bit_steps) * large.tiny)]
@@ -552,10 +606,19 @@ class _Sums:
             apart = (moved * rows.gain) @ parts.value_abs + parts.out_abs * total
         hull = parts.out_abs + rows.largest_gain * rows.value_max
         apart = torch.where(total < 1.0, torch.minimum(apart / (1.0 - total), hull), hull)
+        mass, cast = parts.weighted_abs, u.u_p
+        underflow = u.lost * torch.exp(rows.maximum - rows.finite_lse)
+        if u.is_coarse:  # the weights that are cast and summed are those that have moved
+            largest = rows.largest_gain * rows.value_max
+            by_gain = moved if rows.gain is None else moved * rows.gain
+            mass = (mass + by_gain @ parts.value_abs) / (1.0 - total)
+            mass = torch.where(total < 1.0, torch.minimum(mass, largest), largest)
+            cast *= 1.0 + u.gamma(rows.all_keys)
+            underflow = torch.where(total < 1.0, underflow / (1.0 - total), u.lost)
         return (
             apart
-            + (u.u_p + u.product + u.gamma(rows.all_keys) + u.rescaling + 2.0 * u.u_a + u.of_lse(parts.lse_abs))
-            * parts.weighted_abs
+            + (cast + u.product + u.gamma(rows.all_keys) + u.rescaling + 2.0 * u.u_a + u.of_lse(parts.lse_abs)) * mass
+            + underflow * rows.largest_gain * parts.visible_abs
             + (u.added(u.row_sum) + u.rescaling + 3.0 * u.u_a + u.u_o) * parts.out_abs
             + u.eta * rows.largest_gain * parts.visible_abs
             + u.operand * rows.largest_gain

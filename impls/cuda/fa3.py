@@ -1,8 +1,11 @@
 """FlashAttention-3 in CUDA C++ for Hopper GPUs: the call, its launches and its claims.
 
-The algorithms are in `fa3.cu` and `fa3_backward.cu`. Their primitives are in `hopper.cuh`. Two custom operators of
-torch, `flashproof::cuda_fa3_forward` and `flashproof::cuda_fa3_backward`, launch the kernels. torch.compile supports
-such operators.
+The algorithms are in `fa3.cu`, `fa3_backward.cu` and `fa3_dquery.cu`. Their primitives are in `hopper.cuh`. Two custom
+operators of torch, `flashproof::cuda_fa3_forward` and `flashproof::cuda_fa3_backward`, launch the kernels.
+torch.compile supports such operators.
+
+Atomic additions sum dQ, in an order that varies. The deterministic backward has a kernel of its own for dQ instead. It
+runs under `torch.use_deterministic_algorithms(True)`, and always in `cuda.fa3_deterministic`.
 
 The kernels run on Hopper GPUs. On a machine without a GPU they run on the CPU twin (`twin_hopper.h`).
 """
@@ -85,6 +88,7 @@ class BackwardTile:
     dim: int
     step: int  # queries of a tile
     stages: int
+    atomic: bool = True  # whether the kernel computes dQ, by atomic additions
     warps: int = 12  # warps of two workers and the producer
 
     @property
@@ -94,20 +98,51 @@ class BackwardTile:
 
     @property
     def shared_bytes(self) -> int:
-        scores = 2 * 128 * 128 * -(-self.step // 64)  # dS for 128 keys, or P and dS for 64 keys, twice
+        # dS for 128 keys, or P and dS for 64 keys, twice. Without dQ, the workers exchange scores at head dim 256 only.
+        scores = 2 * 128 * 128 * -(-self.step // 64) if self.atomic or self.dim == 256 else 0
         barriers = 8 + 32 * self.stages + 16
         return 4 * self.dim * (self.own + self.stages * self.step) + scores + 8 * self.stages * self.step + barriers
 
     @property
     def constants(self) -> dict[str, int | str]:
-        return {"DIM": self.dim, "STEP": self.step, "STAGES": self.stages}
+        return {"DIM": self.dim, "STEP": self.step, "STAGES": self.stages, "ATOMIC": int(self.atomic)}
+
+
+@dataclass(frozen=True)
+class QueryTile:
+    """The constants of fa3_dquery.cu.
+
+    Shared memory holds `key_stages` tiles of keys and `value_stages` tiles of values.
+    """
+
+    dim: int
+    step: int  # keys of a tile
+    key_stages: int
+    value_stages: int
+    own: int = 128  # queries of a block
+    warps: int = 12  # warps of two workers and the producer
+
+    @property
+    def shared_bytes(self) -> int:
+        stages = self.key_stages + self.value_stages
+        return 2 * self.dim * (2 * self.own + stages * self.step) + 16 + 16 * stages
+
+    @property
+    def constants(self) -> dict[str, int | str]:
+        return {
+            "DIM": self.dim,
+            "STEP": self.step,
+            "KEY_STAGES": self.key_stages,
+            "VALUE_STAGES": self.value_stages,
+        }
 
 
 # The tiles by the padded head dim. docs/fa3.md says how they were chosen.
 FORWARD = {64: ForwardTile(64, 3, 128, 6), 128: ForwardTile(128, 2, 128, 4), 256: ForwardTile(256, 2, 80, 4)}
 FORWARD_LONG = {128: ForwardTile(128, 2, 176, 4)}  # without a causal mask and with at least LONG keys
 LONG = 8192
-BACKWARD = {64: BackwardTile(64, 128, 2), 128: BackwardTile(128, 80, 2), 256: BackwardTile(256, 64, 2)}
+BACKWARD = {64: BackwardTile(64, 128, 2), 128: BackwardTile(128, 80, 2), 256: BackwardTile(256, 64, 2, atomic=False)}
+DQUERY = {64: QueryTile(64, 128, 3, 3), 128: QueryTile(128, 80, 4, 4), 256: QueryTile(256, 48, 3, 1)}
 
 
 def forward_tile(call: Call) -> ForwardTile:
@@ -120,7 +155,7 @@ def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
     """The claimed arithmetic: exact products, sums in float32 on tensor cores, and weights cast to the input dtype.
 
     The parts of dQ are added in float32, too. Tiles differ between head dims. The smallest tiles make the most steps,
-    so they are the ones claimed.
+    so they are the ones claimed. The sums of the deterministic dQ stay on the tensor cores and need no tile.
     """
     steps = [
         *(tile.step for tile in (*FORWARD.values(), *FORWARD_LONG.values())),
@@ -136,7 +171,7 @@ def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
 class View(ctypes.Structure):
     """A tensor [batch, heads, length, dim] with contiguous columns. Strides are in elements.
 
-    It is `Output` of fa3.cu and `View` of fa3_backward.cu.
+    It is `Output` of fa3.cu and `View` of fa3_backward.cu and fa3_dquery.cu.
     """
 
     _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_longlong) for name in ("batch", "head", "row")))
@@ -159,7 +194,7 @@ class ForwardProblem(ctypes.Structure):
 
 
 class BackwardProblem(ctypes.Structure):
-    """The sizes and the scale of a call, as `Problem` of fa3_backward.cu."""
+    """The sizes and the scale of a call, as `Problem` of fa3_backward.cu and fa3_dquery.cu."""
 
     _fields_ = (
         *(
@@ -189,7 +224,9 @@ class TensorMap(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Boxes:
-    """A tensor [batch, heads, length, dim] that the copy engine reads in boxes of `rows` rows and 64 columns.
+    """A tensor [batch, heads, length, dim] that the copy engine reads in boxes of `rows` rows of 128 bytes.
+
+    Its elements take 16 bits, or 8 bits if its dtype is uint8.
 
     The driver encodes it as a TensorMap when the kernel is launched, and not earlier, because a machine without a GPU
     may have no driver.
@@ -203,9 +240,7 @@ class Boxes:
         tensor = self.tensor
         if launching.on_twin(tensor):
             return self._described()
-        return _encoded(
-            tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype == torch.bfloat16, self.rows
-        )
+        return _encoded(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, self.rows)
 
     def _described(self) -> TensorMap:
         """The same for the twin: `Description` of twin_hopper.h."""
@@ -216,7 +251,9 @@ class Boxes:
 
 
 @functools.lru_cache(maxsize=4096)
-def _encoded(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], bfloat16: bool, rows: int) -> TensorMap:
+def _encoded(
+    pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int
+) -> TensorMap:
     """The TensorMap of a tensor.
 
     It depends only on these arguments, so a cached map is right for every tensor with the same arguments.
@@ -224,16 +261,20 @@ def _encoded(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], bfl
     from cuda.bindings import driver
 
     kind = driver.CUtensorMapDataType
-    element = kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if bfloat16 else kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+    element = {
+        torch.float16: kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        torch.bfloat16: kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.uint8: kind.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    }[dtype]
     # torch allows any stride for a dimension of size 1. The copy engine asks for a multiple of 16 bytes.
-    steps = [2 * strides[i] if shape[i] > 1 else 16 for i in (2, 1, 0)]
+    steps = [dtype.itemsize * strides[i] if shape[i] > 1 else 16 for i in (2, 1, 0)]
     status, made = driver.cuTensorMapEncodeTiled(
         element,
         4,
         pointer,
         [driver.cuuint64_t(size) for size in reversed(shape)],
         [driver.cuuint64_t(step) for step in steps],
-        [driver.cuuint32_t(size) for size in (64, rows, 1, 1)],
+        [driver.cuuint32_t(size) for size in (128 // dtype.itemsize, rows, 1, 1)],
         [driver.cuuint32_t(1)] * 4,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
@@ -415,17 +456,27 @@ def forward(call: Call, query: Queries, key: Keys, value: Keys) -> tuple[Queries
 
 
 def backward(
-    call: Call, dout: Queries, query: Queries, key: Keys, value: Keys, out: Queries, lse: Rows
+    call: Call,
+    dout: Queries,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    out: Queries,
+    lse: Rows,
+    *,
+    deterministic: bool,
 ) -> tuple[Queries, Keys, Keys]:
-    """Runs the backward and returns (dquery, dkey, dvalue)."""
+    """Runs the backward and returns (dquery, dkey, dvalue). deterministic: dQ has the same bits in every run."""
     tile = BACKWARD[padded_dim(call.dim)]
+    if deterministic:
+        tile = replace(tile, atomic=False)
     dout, query, key, value, out = (fitted(tensor) for tensor in (dout, query, key, value, out))
     dquery, dkey, dvalue = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
     tiles = call.batch * call.heads * -(-call.queries // tile.step)
     statistics = torch.empty((tiles, 2, tile.step), dtype=torch.float32, device=query.device)
-    sums = torch.empty((tiles, tile.dim, tile.step), dtype=torch.float32, device=query.device)
+    sums = torch.empty((tiles, tile.dim, tile.step) if tile.atomic else 1, dtype=torch.float32, device=query.device)
     for launch in backward_launches(
-        call, dout, query, key, value, out, lse.contiguous(), statistics, sums, dquery, dkey, dvalue
+        call, tile, dout, query, key, value, out, lse.contiguous(), statistics, sums, dquery, dkey, dvalue
     ):
         launch.run()
     return _columns(dquery, call.dim), _columns(dkey, call.dim), _columns(dvalue, call.dim)
@@ -477,6 +528,7 @@ def forward_launch(
 
 def backward_launches(
     call: Call,
+    tile: BackwardTile,
     dout: Tensor,
     query: Tensor,
     key: Tensor,
@@ -492,9 +544,8 @@ def backward_launches(
     """The three kernels of the backward, in their order. They fill dquery, dkey and dvalue.
 
     The tensors are `fitted`. statistics and sums are scratch, both float32. statistics is [batch * heads * query tiles,
-    2, step], and sums is [batch * heads * query tiles, padded dim, step].
+    2, step], and sums is [batch * heads * query tiles, padded dim, step]. A tile that is not `atomic` needs no sums.
     """
-    tile = BACKWARD[padded_dim(call.dim)]
     query_tiles, key_tiles = -(-call.queries // tile.step), -(-call.keys // tile.own)
     # The number of key heads whose queries, output gradients and sums of dQ fit in the cache together.
     kept = max(1, L2_BYTES // (8 * call.queries * query.shape[3] * call.groups))
@@ -517,12 +568,49 @@ def backward_launches(
         tensors=(query, key, value, dout, statistics, sums, dkey, dvalue),
         arguments=(*boxes, to_statistics, to_sums, View.of(dkey), View.of(dvalue), problem),
     )
+    if not tile.atomic:
+        last = dquery_launch(call, tile, dout, query, key, value, statistics, dquery)
+        return counted(prepare, work), counted(main, main.blocks), last
     finish = HopperLaunch(
         *("fa3_backward.cu", "finish", work, 8, 0, constants),
         tensors=(sums, dquery),
         arguments=(to_sums, View.of(dquery), problem),
     )
     return counted(prepare, work), counted(main, main.blocks), counted(finish, work)
+
+
+def dquery_launch(
+    call: Call,
+    prepared: BackwardTile,
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    statistics: Tensor,
+    dquery: Tensor,
+) -> Launch:
+    """The kernel of the deterministic dQ. It fills dquery. The tensors are `fitted`.
+
+    statistics has the tiles of `prepared`.
+    """
+    tile = DQUERY[padded_dim(call.dim)]
+    query_tiles, key_tiles = -(-call.queries // tile.own), -(-call.keys // tile.step)
+    # The number of heads whose keys and values fit in the cache together.
+    kept = max(1, L2_BYTES // (4 * call.keys * query.shape[3])) * call.groups
+    problem = BackwardProblem(
+        *(call.batch, call.heads, call.groups, call.queries, call.keys, query.shape[3], call.offset),
+        *(query_tiles, key_tiles, min(kept, call.batch * call.heads), call.scale),
+    )
+    boxes = (Boxes(query, tile.own), Boxes(key, tile.step), Boxes(value, tile.step), Boxes(dout, tile.own))
+    launch = HopperLaunch(
+        *("fa3_dquery.cu", "dquery", call.batch * call.heads * query_tiles, tile.warps, tile.shared_bytes),
+        constants={"BF16": int(query.dtype == torch.bfloat16), "CAUSAL": int(call.is_causal)}
+        | tile.constants
+        | {"PREPARED": prepared.step},
+        tensors=(query, key, value, dout, statistics, dquery),
+        arguments=(*boxes, ctypes.c_void_p(statistics.data_ptr()), View.of(dquery), problem),
+    )
+    return counted(launch, launch.blocks)
 
 
 def counted(launch: Launch, work: int) -> Launch:
@@ -540,9 +628,9 @@ def counted(launch: Launch, work: int) -> Launch:
 
 @torch.library.custom_op("flashproof::cuda_fa3_forward", mutates_args=())
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, offset: int
+    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, offset: int, deterministic: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The forward: returns (out, lse)."""
+    """The forward: returns (out, lse). deterministic is for the backward; the forward always is."""
     return forward(call_of(query, key, scale, is_causal, offset, 0.0, 0), query, key, value)
 
 
@@ -557,9 +645,13 @@ def _backward(
     scale: float,
     is_causal: bool,
     offset: int,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward: returns (dquery, dkey, dvalue)."""
-    return backward(call_of(query, key, scale, is_causal, offset, 0.0, 0), dout, query, key, value, out, lse)
+    """The backward: returns (dquery, dkey, dvalue). torch's deterministic mode asks for a deterministic one, too."""
+    return backward(
+        *(call_of(query, key, scale, is_causal, offset, 0.0, 0), dout, query, key, value, out, lse),
+        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 @_forward.register_fake
@@ -600,14 +692,24 @@ def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queri
     Raises TypeError for float32, NotImplementedError for dropout, ValueError if the scale is beyond float32, and
     CudaError if a kernel cannot be compiled or launched.
     """
+    return _attended("cuda.fa3", query, key, value, call, deterministic=False)
+
+
+@Attention
+def deterministic_attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queries, Rows]:
+    """The same, with gradients that have the same bits in every run. Raises the same."""
+    return _attended("cuda.fa3_deterministic", query, key, value, call, deterministic=True)
+
+
+def _attended(
+    name: str, query: Tensor, key: Tensor, value: Tensor, call: Call, *, deterministic: bool
+) -> tuple[Tensor, Tensor]:
     if query.dtype == torch.float32:
-        raise TypeError("query: dtype torch.float32 is not taken by cuda.fa3; give float16 or bfloat16")
+        raise TypeError(f"query: dtype torch.float32 is not taken by {name}; give float16 or bfloat16")
     if call.dropout_p > 0.0:
-        raise NotImplementedError(
-            f"dropout_p: {call.dropout_p} is not taken by cuda.fa3, which has no dropout; give 0.0"
-        )
+        raise NotImplementedError(f"dropout_p: {call.dropout_p} is not taken by {name}, which has no dropout; give 0.0")
     check_scale(call)
-    out, lse = _forward(query, key, value, call.scale, call.is_causal, call.offset)
+    out, lse = _forward(query, key, value, call.scale, call.is_causal, call.offset, deterministic)
     return out, lse
 
 
@@ -624,4 +726,14 @@ implementation = Implementation(
         "FlashAttention-3 in CUDA C++ for Hopper: tiles copied by TMA, "
         "asynchronous products (wgmma) under the softmax of the next tile, dQ by atomics."
     ),
+)
+
+deterministic = Implementation(
+    name="cuda.fa3_deterministic",
+    attention=deterministic_attention,
+    supports=replace(OWN_KERNELS, dtypes=SIXTEEN_BIT, dropout=False),
+    arithmetic=arithmetic,
+    missing=missing,
+    slow=launching.slow,
+    summary="cuda.fa3 with a kernel of its own for dQ, in place of atomics: the same bits in every run.",
 )

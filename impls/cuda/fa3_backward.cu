@@ -3,6 +3,7 @@
 //             dQ to 0
 //   backward  computes dK and dV, and adds up dQ in float32
 //   finish    rounds dQ and stores it in its usual order
+// If ATOMIC is 0, `backward` computes only dK and dV, and the kernel of fa3_dquery.cu takes the place of `finish`.
 //
 // A block of `backward` owns 128 keys of a head and loops over the queries. Each of its two workers has 64 of the keys.
 // Scores are transposed here, [keys, queries]. With P = exp(S - L) and dS = P o (dP - delta):
@@ -17,10 +18,10 @@
 //
 // At head dim 256 (WIDE) the sums of 64 keys do not fit in the registers of a warpgroup. There a block owns 64 keys.
 // Each worker computes the scores of half of the tile's queries, and both write P^T and dS^T to shared memory. Then
-// each worker computes half of the columns of dV, dK and dQ.
+// each worker computes half of the columns of dV and dK. ATOMIC is 0.
 //
 // The loader defines BF16, DIM (64, 128 or 256), STEP (queries of a tile), STAGES (tiles of Q and of dO in shared
-// memory), CAUSAL, and the kernel: PREPARE, BACKWARD or FINISH.
+// memory), ATOMIC, CAUSAL, and the kernel: PREPARE, BACKWARD or FINISH.
 #include "hopper.cuh"
 
 constexpr int ROWS = 64;  // keys of a worker
@@ -28,6 +29,7 @@ constexpr bool WIDE = DIM == 256;
 // Columns of dQ^T [DIM, STEP] that a worker computes, 64 rows at a time: half of the queries at head dim 64, else all.
 constexpr int PART = DIM == 64 ? STEP / 2 : STEP;
 constexpr int TILE = STEP * DIM;  // numbers in a tile of dQ
+static_assert(!(WIDE && ATOMIC), "head dim 256 has a kernel of its own for dQ");
 
 struct Problem {
     int batches, heads, groups;  // groups: heads that share a head of keys
@@ -59,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const Global<float> to = statistics + static_cast<long long>(blockIdx.x) * 2 * STEP;
     const Global<float4> clear = sums + static_cast<long long>(blockIdx.x) * (TILE / 4);
-    for (int i = threadIdx.x; i < TILE / 4; i += 256) clear[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i = threadIdx.x; ATOMIC && i < TILE / 4; i += 256) clear[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const Element* const o = out.data + batch * out.batch + head * out.head;
     const Element* const d = dout.data + batch * dout.batch + head * dout.head;
     // A warp takes eight rows at a time, with four lanes for each. A lane reads eight columns at once.
@@ -142,11 +144,11 @@ constexpr int THREADS = 128 * (WORKERS + 1);
 
 // ------------------------------------------------------------------------------------------------------- shared memory
 
-// Shared memory holds K and V [OWN, DIM]; rings of Q and of dO [STEP, DIM]; two places for dS^T [OWN, STEP] in panels
-// of 64 queries (WIDE: for P^T and dS^T); and a ring of the statistics of the queries.
+// Shared memory holds K and V [OWN, DIM]; rings of Q and of dO [STEP, DIM]; if the workers exchange scores, two places
+// for dS^T [OWN, STEP] in panels of 64 queries (WIDE: for P^T and dS^T); and a ring of the statistics of the queries.
 constexpr int OWN_BYTES = OWN * DIM * 2, STEP_BYTES = STEP * DIM * 2, STATISTICS_BYTES = STEP * 8;
 constexpr int SCORE_PANELS = (STEP + PANEL - 1) / PANEL;
-constexpr int SCORE_BYTES = OWN * ROW_BYTES * SCORE_PANELS * (WIDE ? 2 : 1);
+constexpr int SCORE_BYTES = OWN * ROW_BYTES * SCORE_PANELS * (WIDE ? 2 : ATOMIC);
 constexpr int KEYS = 0, VALUES = KEYS + OWN_BYTES, QUERIES = VALUES + OWN_BYTES;
 constexpr int DOUTS = QUERIES + STAGES * STEP_BYTES, SCORES = DOUTS + STAGES * STEP_BYTES;
 constexpr int STATISTICS = SCORES + 2 * SCORE_BYTES;
@@ -272,9 +274,9 @@ struct Worker {
             Product<WIDTH>::template shared<0, 1>(sums, ahead(a, q * 2), ahead(b, q * ROW_BYTES), true);
         products_end();
     }
-    // Issues the worker's half of dQ^T = K^T dS^T. WIDE: 64 rows of dQ^T, from panel `part` of K.
-    DEVICE void issue_dquery(float (&dq)[PART / 2], Address scores, int part) const {
-        const Matrix a = matrix(memory + KEYS + (DIM == 64 ? 0 : part * OWN * ROW_BYTES));
+    // Issues the worker's half of dQ^T = K^T dS^T.
+    DEVICE void issue_dquery(float (&dq)[PART / 2], Address scores) const {
+        const Matrix a = matrix(memory + KEYS + (DIM == 64 ? 0 : index * OWN * ROW_BYTES));
         // The offset of the half's columns in bytes.
         const int half = DIM != 64 ? 0 : PART == 32 ? index * 64 : index * OWN * ROW_BYTES;
         const Matrix b = matrix(scores + half, OWN * ROW_BYTES);
@@ -329,10 +331,10 @@ struct Worker {
     DEVICE void issue_last_dquery(float (&dq)[PART / 2]) const {
         barrier_wait(memory + SCORE_FULL + 8 * score.place(), score.parity());
         products_begin();
-        issue_dquery(dq, memory + SCORES + score.place() * SCORE_BYTES, index);
+        issue_dquery(dq, memory + SCORES + score.place() * SCORE_BYTES);
     }
-    static DEVICE void add_dquery(float (&dq)[PART / 2], float* sums, int part) {
-        float* const to = sums + (part * (PART / 8) * 128 + thread_again() % 128) * 4;
+    DEVICE void add_dquery(float (&dq)[PART / 2], float* sums) const {
+        float* const to = sums + (index * (PART / 8) * 128 + thread_again() % 128) * 4;
         UNROLL
         for (int j = 0; j < PART / 8; ++j) add_to_memory(to + j * 512, dq + 4 * j);
     }
@@ -362,8 +364,8 @@ struct Worker {
         if (masked) hide(dp, problem, first_key, tile);  // dP may be infinite, and 0 inf is not 0
     }
 
-    // Processes one tile of queries, and adds dQ of the previous tile to `sums_before`.
-    template <bool FIRST>
+    // Processes one tile of queries. ADDS: adds dQ of the previous tile to `sums_before`.
+    template <bool ADDS>
     DEVICE void advance(Registers& x, const Problem& problem, int first_key, int tile, bool masked,
                         float* sums_before) {
         memory = again(memory);
@@ -372,14 +374,14 @@ struct Worker {
         float s[COLUMNS / 2], dp[COLUMNS / 2], dq[PART / 2];
         unsigned p[COLUMNS / 4], ds[COLUMNS / 4];
 
-        if constexpr (!FIRST) issue_last_dquery(dq);
+        if constexpr (ADDS) issue_last_dquery(dq);
         barrier_wait(memory + QUERY_FULL + 8 * query.place(), query.parity());
         products_begin();
         issue_scores(s, KEYS, QUERIES + query.place() * STEP_BYTES);
-        if constexpr (!FIRST) {
+        if constexpr (ADDS) {
             products_wait<1>();  // dQ
             pin(dq);
-            add_dquery(dq, sums_before, index);
+            add_dquery(dq, sums_before);
             score.next();
         }
         barrier_wait(memory + DOUT_FULL + 8 * dout.place(), dout.parity());
@@ -393,8 +395,10 @@ struct Worker {
         pin(dp);
         differ(dp, s, statistics, problem, first_key, tile, masked);
         round_all(ds, dp);
-        leave(ds, memory + SCORES + score.place() * SCORE_BYTES);
-        arrive(SCORE_FULL + 8 * score.place());
+        if constexpr (ATOMIC) {
+            leave(ds, memory + SCORES + score.place() * SCORE_BYTES);
+            arrive(SCORE_FULL + 8 * score.place());
+        }
         round_all(p, s);
         products_begin();
         issue_sums(x.dv, p, d);
@@ -410,8 +414,8 @@ struct Worker {
     }
 
     // WIDE: processes one tile of queries. The workers exchange P^T and dS^T, and each computes half of the columns of
-    // dV, dK and dQ.
-    DEVICE void advance_wide(Registers& x, const Problem& problem, int first_key, int tile, bool masked, float* sums) {
+    // dV and dK.
+    DEVICE void advance_wide(Registers& x, const Problem& problem, int first_key, int tile, bool masked) {
         memory = again(memory);
         const Address q = memory + QUERIES + query.place() * STEP_BYTES, d = memory + DOUTS + dout.place() * STEP_BYTES;
         const Address statistics = memory + STATISTICS + query.place() * STATISTICS_BYTES;
@@ -438,17 +442,9 @@ struct Worker {
         arrive(SCORE_FULL + 8 * score.place());
         barrier_wait(memory + SCORE_FULL + 8 * score.place(), score.parity());
         score.next();
-        float dq[2][PART / 2];
         products_begin();
-        issue_dquery(dq[0], scores, 2 * index);
-        issue_dquery(dq[1], scores, 2 * index + 1);
         issue_half_sums(x.dv, weights, d);
         issue_half_sums(x.dk, scores, q);
-        products_wait<2>();  // dQ
-        pin(dq[0]);
-        pin(dq[1]);
-        add_dquery(dq[0], sums, 2 * index);
-        add_dquery(dq[1], sums, 2 * index + 1);
         products_wait<0>();
         pin(x.dv);
         pin(x.dk);
@@ -471,24 +467,25 @@ struct Worker {
             int tile = work.start;
             const int first_head = work.batch * problem.heads + work.head * problem.groups;
             int position = first_head * problem.query_tiles + tile;  // of the tile among all tiles
-            if constexpr (!WIDE) advance<true>(x, problem, work.first_key, tile, tile < cut, sums);
+            if constexpr (ATOMIC) advance<false>(x, problem, work.first_key, tile, tile < cut, sums);
             ROLLED
-            for (int visit = problem.groups * work.visits - (WIDE ? 0 : 1); visit > 0; --visit) {
+            for (int visit = problem.groups * work.visits - ATOMIC; visit > 0; --visit) {
                 float* const at = sums + static_cast<long long>(position) * TILE;
-                if constexpr (WIDE) advance_wide(x, problem, work.first_key, tile, tile < cut, at);
+                if constexpr (WIDE) advance_wide(x, problem, work.first_key, tile, tile < cut);
+                if constexpr (!WIDE && !ATOMIC) advance<false>(x, problem, work.first_key, tile, tile < cut, at);
                 ++position;
                 if (++tile == problem.query_tiles) {
                     tile = work.start;
                     position += work.start;
                 }
-                if constexpr (!WIDE) advance<false>(x, problem, work.first_key, tile, tile < cut, at);
+                if constexpr (ATOMIC) advance<true>(x, problem, work.first_key, tile, tile < cut, at);
             }
-            if constexpr (!WIDE) {
+            if constexpr (ATOMIC) {
                 float dq[PART / 2];
                 issue_last_dquery(dq);
                 products_wait<0>();
                 pin(dq);
-                add_dquery(dq, sums + static_cast<long long>(position) * TILE, index);
+                add_dquery(dq, sums + static_cast<long long>(position) * TILE);
             }
         }
         const int first_key = work.first_key + (WIDE ? 0 : index * ROWS) + row(thread_again());

@@ -43,7 +43,7 @@ from flashproof.impls.spec import Device
 FOLDER = Path(__file__).parent
 KERNELS = {"fa1.cu": ("forward", "backward"), "fa2.cu": ("forward", "delta", "dkey_dvalue", "dquery")}
 KERNELS["block_sparse.cu"] = KERNELS["fa2.cu"]
-KERNELS |= {"fa3.cu": ("forward",), "fa3_backward.cu": ("prepare", "backward", "finish")}
+KERNELS |= {"fa3.cu": ("forward",), "fa3_backward.cu": ("prepare", "backward", "finish"), "fa3_dquery.cu": ("dquery",)}
 ELEMENTS = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
 # The options of NVRTC. It does not fuse products and sums: the sources name each fused operation.
 OPTIONS = {"std": "c++17", "fma": False, "ptxas_options": ["-v"]}

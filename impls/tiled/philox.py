@@ -14,7 +14,7 @@ from flashproof.impls.shapes import Bool
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the two words of the key after each round
 _ROUNDS = 10
-_MASK16, _MASK32 = 0xFFFF, 0xFFFFFFFF
+_MASK32 = 0xFFFFFFFF
 
 
 def kept(
@@ -50,10 +50,10 @@ def _first_word(counter: tuple[Tensor, Tensor, int, int], seed: int) -> Tensor:
 
 
 def _product(multiplier: int, word: Tensor | int) -> tuple[Tensor | int, Tensor | int]:
-    """The high and the low word of a 64-bit product, computed from halves of 16 bits.
+    """The high and the low word of a 64-bit product.
 
-    Every intermediate result is below 2^49, so int64 never overflows.
+    The int64 of a tensor wraps around 2^64, so its bits are those of the product. The shift extends its sign, and the
+    mask removes that.
     """
-    low = (word & _MASK16) * multiplier
-    high = (word >> 16) * multiplier + (low >> 16)
-    return high >> 16, (high & _MASK16) << 16 | (low & _MASK16)
+    product = word * multiplier
+    return (product >> 32) & _MASK32, product & _MASK32

@@ -110,7 +110,8 @@ def launches(name: str, dtype: Dtype, dim: int, causal: bool, variant: Variant =
         out: Any = implementation.attention(
             query, key, value, is_causal=causal, scale=variant.scale, dropout_p=variant.dropout_p, **block_mask
         )
-        out.backward(torch.zeros_like(out))
+        if implementation.supports.backward:
+            out.backward(torch.zeros_like(out))
     return found
 
 
@@ -176,9 +177,7 @@ def test_kernels_compile_spill_nothing_and_fit(name: str, dtype: Dtype, target: 
     for dim in (dim for dim in (64, 128, 256) if dim <= catalogue.load(name).supports.dims[1]):
         for causal in (False, True):
             wanted = launches(name, dtype, dim, causal)
-            assert len(wanted) >= 2, (
-                f"a forward and a backward need two kernels at least, found {[x.kernel for x in wanted]}"
-            )
+            assert len(wanted) >= 2, f"every call needs two kernels at least, found {[x.kernel for x in wanted]}"
             found += [compiled(recorder.run, launch, name, target, dtype, dim, causal) for launch in wanted]
     for resources in found:
         recorder.add(resources)

@@ -1,11 +1,13 @@
 """Tests what only `cuda.fa3` has.
 
-These are the copies for its copy engine, the counters of its grid, its refusals, and the compilation of its other
-calls. Without a Hopper GPU, the CPU twin computes.
+These are the copies for its copy engine, the counters of its grid, its deterministic mode, its refusals, and the
+compilation of its other calls. Without a Hopper GPU, the CPU twin computes.
 """
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -196,6 +198,49 @@ def test_a_row_does_not_depend_on_the_magnitude_of_others() -> None:
         assert torch.equal(one[:, :, kept], other[:, :, kept])
 
 
+# --------------------------------------------------------------------------------------------------- deterministic mode
+
+
+@pytest.fixture
+def deterministic_mode(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Sets torch's deterministic mode, as the test asks, until the test ends."""
+    torch.use_deterministic_algorithms(request.param)
+    yield request.param
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("deterministic_mode", [False, True], indirect=True)
+@pytest.mark.parametrize("attention", [fa3.attention, fa3.deterministic_attention], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_who_asks_for_the_same_bits_gets_no_atomics(dim: int, attention: Any, deterministic_mode: bool) -> None:
+    """Torch's mode and the implementation each choose the kernel of dQ. Head dim 256 has no other one."""
+    found: list[Launch] = []
+    leaves = [some(1, 1, 8, dim).requires_grad_() for _ in range(3)]
+    with mock.patch.object(fa3.HopperLaunch, "run", autospec=True, side_effect=found.append):
+        torch.autograd.grad(attention(*leaves), leaves, some(1, 1, 8, dim))
+    by_atomics = dim < 256 and attention is fa3.attention and not deterministic_mode
+    assert [launch.kernel for launch in found[1:]] == ["prepare", "backward", "finish" if by_atomics else "dquery"]
+    assert all(launch.constants["ATOMIC"] == by_atomics for launch in found[1:3])
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_thousand_backwards_agree(dim: int) -> None:
+    """Dozens of blocks run at the same time in an order that varies, and every gradient has the same bits."""
+    query, dout = (torch.randn(2, 8, 1500, dim, device="cuda").half() for _ in range(2))
+    key, value = (torch.randn(2, 2, 1500, dim, device="cuda").half() for _ in range(2))
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    out: Any = fa3.deterministic_attention(*leaves, is_causal=True, enable_gqa=True)
+    first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    differ = torch.zeros(3, dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        again = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        differ += torch.stack([(one != other).any() for one, other in zip(first, again, strict=True)])
+    assert differ.tolist() == [0, 0, 0]
+
+
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
@@ -210,6 +255,8 @@ def test_what_is_not_claimed_is_refused() -> None:
         NotImplementedError, match=r"^dropout_p: 0\.5 is not taken by cuda\.fa3, which has no dropout; give 0\.0"
     ):
         fa3.attention(x, x, x, dropout_p=0.5)
+    with pytest.raises(TypeError, match=r"is not taken by cuda\.fa3_deterministic; give float16 or bfloat16"):
+        fa3.deterministic_attention(x.float(), x.float(), x.float())
 
 
 def test_more_work_than_a_kernel_counts_is_refused() -> None:

@@ -49,12 +49,12 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float16) -> lis
 def test_opcheck(name: str) -> None:
     """Torch's own checker tests schema, fake tensors, autograd registration and tracing."""
     supports = catalogue.load(name).supports  # loading registers the operator
-    operator = getattr(torch.ops.flashproof, f"{name.replace('.', '_')}_forward")
+    operator = getattr(torch.ops.flashproof, f"{name.removesuffix('_deterministic').replace('.', '_')}_forward")
     query, key, value = tensors((1, 2, 20, 24), (1, 1, 30, 24), (1, 1, 30, 24))
     mask: tuple[Any, ...] = (torch.tensor([[[[True]]]], device=DEVICE),) if "block" in name else ()
     for is_causal, dropout in ((True, 0.0), (False, 0.25)):
-        drawn = (dropout, -3) if supports.dropout else ()
-        torch.library.opcheck(operator, (query, key, value, *mask, 0.2, is_causal, 10, *drawn))
+        last = (dropout, -3) if supports.dropout else (True,) if "deterministic" in name else ()
+        torch.library.opcheck(operator, (query, key, value, *mask, 0.2, is_causal, 10, *last))
 
 
 @pytest.mark.timeout(300)

@@ -185,6 +185,7 @@ def test_a_bound_that_says_nothing_is_finite() -> None:
 
 # A tensor core sums tiles of 64 terms, and float32 additions add up these sums.
 TILED = Arithmetic(accumulate="tensor_core", tensor_core_terms=64, key_tile=64, query_tile=64)
+EIGHT_BIT = replace(TILED, products="e4m3", weights="e4m3")
 
 LOOSER = {
     "tensor cores truncate": (Arithmetic(), Arithmetic(accumulate="tensor_core")),
@@ -194,6 +195,8 @@ LOOSER = {
     "more terms in a tensor core": (TILED, replace(TILED, tensor_core_terms=128)),
     "more sums of tensor cores": (TILED, replace(TILED, query_tile=16)),
     "six products": (TILED, replace(TILED, products="6xbf16")),
+    "tensor cores that sum more e4m3 products": (EIGHT_BIT, replace(EIGHT_BIT, tensor_core_terms=128)),
+    "weights in e4m3": (replace(EIGHT_BIT, weights="input"), EIGHT_BIT),
     "three products": (Arithmetic(), Arithmetic(products="3xtf32")),
     "one product": (Arithmetic(products="3xtf32"), Arithmetic(products="tf32")),
     "gradients in 16 bit": (Arithmetic(), Arithmetic(gradients="input")),

@@ -345,11 +345,12 @@ def write(path: Path, records: list[Record]) -> Path:
 
 
 GPU_NAMES = (
-    *("triton.fa1", "triton.fa2", "triton.block_sparse", "cuda.fa1", "cuda.fa2", "cuda.fa3", "cuda.fa3_float32"),
-    *("cuda.block_sparse", "sdpa.math", "sdpa.flash", "sdpa.efficient", "sdpa.cudnn", "flex"),
+    *("triton.fa1", "triton.fa2", "triton.block_sparse", "cuda.fa1", "cuda.fa2", "cuda.fa3"),
+    *("cuda.fa3_fp8", "cuda.fa3_float32", "cuda.block_sparse"),
+    *("sdpa.math", "sdpa.flash", "sdpa.efficient", "sdpa.cudnn", "flex"),
 )
 WHERE_FLOAT32: dict[str, tuple[bool, ...]] = {
-    **dict.fromkeys(("cuda.fa3", "sdpa.flash", "sdpa.cudnn", "flex"), (False,)),
+    **dict.fromkeys(("cuda.fa3", "cuda.fa3_fp8", "sdpa.flash", "sdpa.cudnn", "flex"), (False,)),
     "cuda.fa3_float32": (True,),
 }
 WITH_BLOCKS = ("triton.block_sparse", "cuda.block_sparse", "flex")
