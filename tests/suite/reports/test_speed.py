@@ -61,7 +61,8 @@ def test_what_has_no_throughput_is_left_out(tmp_path: Path) -> None:
 
 
 def test_every_committed_file_is_read() -> None:
-    files = sorted(speed.FOLDER.glob("*.json"))
+    every = sorted(speed.FOLDER.glob("*.json"))
+    files = [path for path in every if {"results", "benchmarks"} & {*json.loads(path.read_text())}]  # not raw figures
     assert files
     assert all(speed.read(path) or training.read(path) for path in files)
     sources = {timing.source for timing in speed.committed()} | {step.source for step in training.committed()}
@@ -125,7 +126,7 @@ def test_the_page_has_every_part(whole: Path) -> None:
     text = whole.read_text()
     parts = re.findall(r'<h2 id="(\w+)"', text)
     assert parts == ["lengths", "compared", "sparse", "generations", "standard", "figures"]
-    assert "The fastest forward is that of flex: 540 TFLOP/s (55 % of the chip" in text
+    assert "The fastest forward is that of flex: 580 TFLOP/s (59 % of the chip" in text
     labels = re.findall(r'<svg role="img" aria-label="([^"]+)"', text)
     assert any(label.startswith("TFLOP/s over sequence length, forward, float16") for label in labels)
     assert any(label.startswith("milliseconds over the share of kept blocks") for label in labels)
