@@ -17,7 +17,7 @@ from flashproof.impls.spec import Arithmetic
 from flashproof.oracles import ball, bounds, naive, stagnation, verdict
 from flashproof.oracles.naive import Attention
 from flashproof.oracles.problem import Problem
-from flashproof.reports.record import Certainty, Element, Grid, figure
+from flashproof.reports.record import FIRST_POWER, LAST_POWER, Certainty, Element, Elements, Grid, figure
 from flashproof.tensors import Inputs, inputs
 
 CERTIFIED_PRODUCTS = 2**16  # up to this batch x heads x queries x keys x dim, every element is enclosed in a ball
@@ -399,6 +399,18 @@ def judge_tensor(actual: Tensor, name: TensorName, truth: Exact) -> Judged:
         certainty=truth.certainty,
         grid=None if rho.value <= 1.0 else grid(verdict.ratios(actual, true, bound, error)),
     )
+
+
+def elements(actual: Tensor, name: TensorName, truth: Exact) -> Elements:
+    """How many elements of a tensor have an error of so many units in the last place."""
+    true = getattr(truth.answer, name)
+
+    def counts(of: Tensor) -> list[int]:
+        errors = verdict.ulps(of, true).nan_to_num(nan=math.inf).flatten()
+        edges = torch.exp2(torch.arange(FIRST_POWER, LAST_POWER + 1, dtype=torch.float64))
+        return torch.bincount(torch.bucketize(errors, edges, right=True), minlength=len(edges) + 1).tolist()
+
+    return Elements(counts=counts(actual), floor=counts(true.to(actual.dtype)))
 
 
 def _bias(actual: Tensor, name: TensorName, truth: Exact) -> verdict.Bias | None:

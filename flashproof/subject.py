@@ -389,10 +389,16 @@ class Subject:
         given: Inputs | None = None,
         note: str = "",
     ) -> None:
-        """Records the verdicts on an answer. given, note: as in `judge_answer`."""
+        """Records the verdicts on an answer. given, note: as in `judge_answer`.
+
+        Along the lengths, where the numbers are normal, the errors of all elements are recorded too.
+        """
+        truth = judging.truth_of(answer, case, self.claim(case), given) if "queries" in (axes or {}) else None
         for judged in verdicts:
             self.judged += 1
             fields: dict[str, object] = {"seconds": answer.seconds, "axes": axes or {}}
+            if truth and judged.tensor != "lse":
+                fields["elements"] = judging.elements(answer[judged.tensor].cpu(), judged.tensor, truth)
             if judged.passed:
                 self._emit(case, "passed", **judged.figures(note), **fields)
                 continue

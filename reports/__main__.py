@@ -25,16 +25,17 @@ def merge(records: Sequence[Path], output: Path, program: str = PROGRAM) -> int:
         from flashproof.reports.pages import write_pages
     except ImportError as error:
         return _fail(program, f"{error.name} is not installed; pip install 'flashproof[report]' installs it")
-    from flashproof.reports import speed
+    from flashproof.reports import speed, training
 
     try:
         files, damaged = files_of(records), list[str]()
         timed = [path for path in files if path.suffix == ".json"]
         timings = speed.latest([*speed.committed(), *(timing for path in timed for timing in speed.read(path))])
+        steps = training.latest([*training.committed(), *(step for path in timed for step in training.read(path))])
         evidence = gather([path for path in files if path not in timed], damaged)
         if damaged and not evidence.environments:
             return _fail(program, "\n".join(damaged))
-        index = write_pages(evidence, output, timings, damaged)
+        index = write_pages(evidence, output, timings, damaged, steps)
     except (OSError, ValueError) as error:
         return _fail(program, str(error))
     for words in damaged:

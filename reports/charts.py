@@ -21,6 +21,8 @@ FOOT, TOP = 1e-4, 1e5  # of every chart of rho: a smaller or larger rho is drawn
 ALLCLOSE = 1e-2  # the absolute tolerance that tutorials compare attention with
 SHAPES = {"passed": "circle", "failed": "triangle", "known defect": "diamond", "refused": "square"}
 MARKS = ("circle", "square", "triangle", "diamond", "cross")
+WIDEST = 1320.0  # pixels of a chart that fills a page
+MARKED = 120  # points of a chart of lines that are all marked
 LETTER = 6.8  # pixels: the width of a letter of a chart, at most
 
 # Where exponentials overflow or underflow: the largest argument of exp in float16 and float32, the smallest one whose
@@ -109,10 +111,10 @@ def _rho_panel(
         drawing.line((x, up(1)), (x + width, up(1)), "bound")
         drawing.words(x + width / 2, y + height / 2 + 12, "not judged", "soft", "middle")
         return
-    place = [(x + width * across(at), judged) for at, judged in panel.points]
+    place = [(round(x + width * across(at)), judged) for at, judged in panel.points]
     allowed = [(at, ALLCLOSE / bound) for at, judged in place if (bound := _bound(judged))]
     drawing.area(_down_to(up(1), [(at, min(up(1), up(limit))) for at, limit in allowed]), "hides")
-    drawing.curve([(at, up(max(limit, FOOT))) for at, limit in allowed], "loose")
+    drawing.curve([(round(at), round(up(max(limit, FOOT)))) for at, limit in allowed], "loose")
     biased = [(at, lean(judged.judgement)) for at, judged in place if judged.judgement.bias is not None]
     drawing.area(_down_to(up(FOOT), [(at, up(max(share, FOOT))) for at, share in biased]), "lean")
     if landmarks:
@@ -210,21 +212,25 @@ def lines(
     width: float = 430,
     height: float = 210,
     rule: tuple[float, str] | None = None,
+    posts: Sequence[tuple[float, str]] = (),
+    band: tuple[str, Sequence[tuple[float, float, float]]] | None = None,
 ) -> Markup:
     """Lines over one axis. Their names stand at the right, each with its mark, in the order of their last values.
 
-    Where there are many lines, only their last points are marked.
+    Where there are many lines or points, only the last points are marked.
 
     axes: the titles of x and y. up: the domain of y; its pixels are set here. ticks, places: the labels of y and x.
-    rule: a line across, with its name.
+    rule: a line across, with its name. posts: places of x with a line up, with their names. band: a named range of y at
+    places of x, as (x, low, high).
     """
     least = 13.0  # between two names
-    height = max(height, least * (len(traces) + bool(rule)))
+    height = max(height, least * (len(traces) + bool(rule) + bool(band)))
     left, top, foot = 62.0, 22.0, 38.0
-    right = 22 + LETTER * max(len(name) for name in [*(trace.name for trace in traces), rule[1] if rule else ""])
+    every = [trace.name for trace in traces] + [one[0] for one in [band] if one] + [one[1] for one in [rule] if one]
+    right = 22 + LETTER * max(map(len, every))
     drawing = Drawing(left + width + right, top + height + foot, label)
     up = up._replace(start=top + height, end=top)
-    xs = [x for trace in traces for x, _ in trace.points]
+    xs = [x for trace in traces for x, _ in trace.points] + [x for x, _ in posts]
     across = Scale(min(xs), max(xs), left + 8, left + width - 8, "log" if logarithmic else "linear")
     drawing.words(left - 50, 11, axes[1], "soft")
     for value, name in ticks:
@@ -233,8 +239,18 @@ def lines(
     for value, name in places:
         drawing.words(across(value), top + height + 14, name, "tick", "middle")
     drawing.words(left + width / 2, top + height + 32, axes[0], "soft", "middle")
-    many = sum(len(trace.points) > 1 for trace in traces) > 6
+    many = sum(len(trace.points) > 1 for trace in traces) > 6 or len(xs) > MARKED
     names: list[_Name] = []
+    if band:
+        drawing.area(
+            [(across(x), up(low)) for x, low, _ in band[1]] + [(across(x), up(top_)) for x, _, top_ in band[1][::-1]],
+            "lean",
+        )
+        names.append(_Name((up(band[1][-1][1]) + up(band[1][-1][2])) / 2, band[0], "lean", "square"))
+    for index, (x, name) in enumerate(posts):
+        drawing.line((across(x), top), (across(x), top + height), "landmark")
+        side = ("start", 4) if across(x) < left + width / 2 else ("end", -4)
+        drawing.words(across(x) + side[1], top + 9 + 13 * index, name, "tick halo", side[0])
     if rule:
         drawing.line((left, up(rule[0])), (left + width, up(rule[0])), "bound")
         names.append(_Name(up(rule[0]), rule[1], "tick", ""))
@@ -393,39 +409,43 @@ def curves(series: Sequence[Series], label: str) -> Markup:
 # ------------------------------------------------------------------------------------------------ histogram, heat map
 
 
-def histogram(counts: Sequence[tuple[float, int]], label: str, axis: str, rule: tuple[float, str]) -> Markup:
-    """How many cases have a largest error of so many ulps.
+def histogram(
+    counts: Sequence[tuple[float, int]],
+    label: str,
+    axis: str,
+    rule: tuple[float, str],
+    floor: Sequence[int] = (),
+) -> Markup:
+    """How many cases or elements have an error of so many ulps.
 
-    counts: the lower edge of each bin, each twice the one before, and its count. rule: a line, with its name.
+    counts: the lower edge of each bin, each twice the one before, and its count. rule: a line, with its name. floor:
+    counts of the bins that no answer can be better than, drawn as a line.
     """
-    width, height, left, top = 400.0, 130.0, 42.0, 20.0
+    width, height, left, top = 400.0, 130.0, 62.0, 26.0
     drawing = Drawing(left + width + 12, top + height + 36, label)
-    most = max(count for _, count in counts)
+    most = max([count for _, count in counts] + list(floor))
     up = Scale(0, most, top + height, top, "root")
     step = width / len(counts)
     for share in (0.1, 0.4, 1.0):
         value = round(most * share)
         drawing.line((left, up(value)), (left + width, up(value)), "grid")
-        drawing.words(left - 5, up(value) + 3.5, str(value), "tick", "end")
-    for index, (edge, count) in enumerate(counts):
-        x = left + index * step
-        if count:
-            drawing.box(
-                x + 1,
-                up(count),
-                step - 2,
-                top + height - up(count),
-                "fill rho",
-                f"from {edge:g} to {2 * edge:g} ulps: {count}",
-            )
-        if index % 2 == 0:
-            drawing.words(x, top + height + 13, short(edge), "tick", "middle")
+        drawing.words(left - 5, up(value) + 3.5, f"{value:,}", "tick", "end")
+    drawing.area(_stairs([count for _, count in counts], left, step, up), "fill rho")
+    for index, (edge, _) in list(enumerate(counts))[::2]:
+        drawing.words(left + index * step, top + height + 13, short(edge), "tick", "middle")
+    drawing.curve(_stairs(floor, left, step, up)[1:-1], "exact")
     at = left + step * (math.log2(rule[0] / counts[0][0]))
     if left <= at <= left + width:
-        drawing.line((at, top - 4), (at, top + height), "bound")
-        drawing.words(at + 4, top + 4, rule[1], "tick")
+        drawing.line((at, top - 10), (at, top + height), "bound")
+        drawing.words(at + 4, top - 5, rule[1], "tick halo")
     drawing.words(left + width / 2, top + height + 31, axis, "soft", "middle")
     return drawing.svg()
+
+
+def _stairs(counts: Sequence[int], left: float, step: float, up: Scale) -> list[Point]:
+    """The outline of bars that stand side by side, with its foot at both ends."""
+    tops = [(left + (index + side) * step, up(count)) for index, count in enumerate(counts) for side in (0, 1)]
+    return [(left, up(0)), *tops, (left + len(counts) * step, up(0))]
 
 
 def heat(
@@ -599,7 +619,9 @@ def kills(
     a gap was not tried. groups: the classes of faults and the number of their specimens. names: the name and address of
     each specimen; without them, the columns lead nowhere.
     """
-    left, top, cell, tall, gap = 190.0, 66.0, 5.0, 13.0, 6.0
+    left, top, tall, gap, right = 190.0, 66.0, 13.0, 6.0, 76.0
+    room = WIDEST - left - right - gap * len(groups)
+    cell = min(5.0, max(3.0, room / max(1, sum(count for _, count in groups))))
     starts: list[float] = []
     x = left
     for _, count in groups:
@@ -610,7 +632,7 @@ def kills(
     end = x
     rows = sum(len(scores) for _, scores in sections)
     height = top + rows * tall + len(sections) * 22
-    drawing = Drawing(x + 60, height, label)
+    drawing = Drawing(x + right, height, label)
     place = 0
     for title, count in groups:
         drawing.words(starts[place] + count * cell / 2, top - 8, title, "tick", "start", -50)
@@ -629,7 +651,7 @@ def kills(
             drawing.boxes([(x, y + 1) for x in at["told"]], cell - 0.8, tall - 3, f"fill {kind}")
             drawing.boxes([(x, y + 4.5) for x in at["alike"]], cell - 0.8, 3, "fill alike")
             if names:
-                drawing.boxes([(x + 1.4, y + tall / 2 - 1) for x in at["missed"]], 1.4, 1.4, "fill missed")
+                drawing.boxes([(x + 0.3 * cell, y + tall / 2 - 1) for x in at["missed"]], 1.4, 1.4, "fill missed")
             drawing.words(end, y + 9.5, score.figure, "strong" if score.strong else "tick")
             y += tall
         y += 4

@@ -7,6 +7,7 @@ drawing is right in light and dark mode and on paper.
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import pairwise
 from typing import NamedTuple
 
 from markupsafe import Markup
@@ -64,12 +65,13 @@ class Drawing:
     def curve(self, points: Sequence[Point], kind: str) -> None:
         """A line through points."""
         if len(points) > 1:
-            self.parts.append(f'<path class="{kind}" d="M{_points(points)}"/>')
+            self.parts.append(f'<path class="{kind}" d="{_run(points)}"/>')
 
     def area(self, points: Sequence[Point], kind: str) -> None:
-        """A filled polygon."""
+        """A filled polygon, whose corners lie at whole pixels."""
         if len(points) > 2:
-            self.parts.append(f'<path class="{kind}" d="M{_points(points)}z"/>')
+            whole = [(round(x), round(y)) for x, y in points]
+            self.parts.append(f'<path class="{kind}" d="{_run(whole)}z"/>')
 
     def box(self, x: float, y: float, width: float, height: float, kind: str, title: str = "") -> None:
         """A filled rectangle. title: what a pointer on it shows."""
@@ -89,7 +91,10 @@ class Drawing:
 
     def marks(self, shape: str, points: Iterable[Point], kind: str, size: float = 2.2) -> None:
         """Marks at points, as one path: "circle", "triangle", "diamond", "square", "cross" or "dot"."""
-        run = "".join(_mark(shape, x, y, size) for x, y in points)
+        if shape == "dot":  # lines without length, whose round ends are dots of the width of the line
+            run = "".join(f"m{step}h0" for step in _steps(points))
+        else:
+            run = "".join(_mark(shape, x, y, size) for x, y in points)
         if run:
             self.parts.append(f'<path class="{kind}" d="{run}"/>')
 
@@ -121,10 +126,26 @@ def _points(points: Iterable[Point]) -> str:
     return " ".join(f"{number(x)} {number(y)}" for x, y in points)
 
 
+def _steps(points: Iterable[Point]) -> list[str]:
+    """The first point, and the step to each next one. Steps are shorter to write than points."""
+    tenths = [(round(10 * x), round(10 * y)) for x, y in points]
+    steps_ = [(x - left, y - top) for (left, top), (x, y) in pairwise(tenths)]
+    return [" ".join(map(_short, step)).replace(" -", "-") for step in (*tenths[:1], *steps_)]
+
+
+def _run(points: Sequence[Point]) -> str:
+    """A line through points."""
+    return "m" + " ".join(_steps(points)).replace(" -", "-")
+
+
+def _short(tenths: int) -> str:
+    """A number of tenths in few letters: ".5", "-.5", "12", "3.4"."""
+    text = f"{abs(tenths) // 10 or ''}{f'.{abs(tenths) % 10}' if tenths % 10 else ''}" or "0"
+    return f"-{text}" if tenths < 0 else text
+
+
 def _mark(shape: str, x: float, y: float, r: float) -> str:
     d = number(2 * r)
-    if shape == "dot":  # a line without length, whose round ends are a dot of the width of the line
-        return f"M{number(x)} {number(y)}h0"
     if shape == "circle":
         return f"M{number(x - r)} {number(y)}a{number(r)} {number(r)} 0 1 0 {d} 0a{number(r)} {number(r)} 0 1 0 -{d} 0z"
     if shape == "square":

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from flashproof.reports import charts, mutants, overview, tables, wording
+from flashproof.reports import charts, mutants, overview, tables, training, wording
 from flashproof.reports.evidence import Evidence, without_a_gpu
 from flashproof.reports.speed import Timing
 
@@ -20,6 +20,8 @@ def values(evidence: Evidence, timings: Sequence[Timing]) -> dict[str, Any]:
     suite = mutants.scores(evidence.mutation, mutants.rows(evidence.mutation))[0] if evidence.mutation else None
     series: defaultdict[str, list[tables.Series]] = defaultdict(list)
     for curve, machine in evidence.curves:
+        if training.is_drift(curve):  # the page about training shows it
+            continue
         series[curve.chart].append(tables.series(curve, machine))
     speeds, speed_title, fastest = _speeds(timings)
     judging = {judged.judgement.run for kernel in evidence.kernels for judged in kernel.judged}

@@ -1,4 +1,4 @@
-"""The site: an overview, the worst errors, a page for each implementation, what the checks catch, speed, how it works.
+"""The site: an overview, the worst errors, what the checks catch, speed, training, how it works, and implementations.
 
 The pages, their style, their script and the lists of all cases lie in one folder, and need no network. A page is
 readable without its script, which adds sorting, filters, and the lists of all cases.
@@ -24,6 +24,7 @@ from flashproof.reports import (
     speed,
     templating,
     throughput,
+    training,
     wording,
 )
 from flashproof.reports.checks import sentences
@@ -31,6 +32,7 @@ from flashproof.reports.evidence import Evidence, Kernel, gather
 from flashproof.reports.record import Judge
 from flashproof.reports.speed import Timing
 from flashproof.reports.templating import GENERATOR
+from flashproof.reports.training import Step
 
 # The files that every page names: its style, and its script.
 BESIDE = {name: (Path(__file__).parent / "templates" / name).read_text("utf-8") for name in ("style.css", "script.js")}
@@ -45,18 +47,23 @@ def write_site(records_paths: Iterable[Path], directory: Path, timings: Sequence
 
 
 def write_pages(
-    evidence: Evidence, directory: Path, timings: Sequence[Timing] | None = None, left_out: Sequence[str] = ()
+    evidence: Evidence,
+    directory: Path,
+    timings: Sequence[Timing] | None = None,
+    left_out: Sequence[str] = (),
+    steps: Sequence[Step] | None = None,
 ) -> Path:
     """Writes `directory`/index.html and the other files. Returns the path of the index.
 
     It removes the files of an earlier site from the directory. It leaves other files alone.
 
-    timings: speeds of implementations, of which those in the evidence are shown. Without them, the committed ones are.
-    left_out: what could not be read; the index says so.
+    timings, steps: speeds of implementations and of trainings with them, of which those in the evidence are shown.
+    Without them, the committed ones are. left_out: what could not be read; the index says so.
     """
     names = {kernel.name for kernel in evidence.kernels}
     timed = [t for t in (speed.committed() if timings is None else timings) if t.implementation in names]
-    site = _Site(evidence, timed, left_out)
+    trained = [s for s in (training.committed() if steps is None else steps) if s.implementation in names]
+    site = _Site(evidence, timed, left_out, trained)
     files = dict(site.files())
     _write(directory, files)
     _remove_old(directory, set(files))
@@ -112,18 +119,20 @@ def _remove_old(directory: Path, kept: set[str]) -> None:
 class _Site:
     """The files of a site."""
 
-    def __init__(self, evidence: Evidence, timings: list[Timing], left_out: Sequence[str]) -> None:
+    def __init__(self, evidence: Evidence, timings: list[Timing], left_out: Sequence[str], steps: list[Step]) -> None:
         self.evidence, self.timings, self.left_out = evidence, timings, left_out
+        self.trainings = training.values(evidence, steps)
         judged = any(judged.rho is not None for kernel in evidence.kernels for judged in kernel.judged)
         menu = [("index.html", "overview", True), ("errors.html", "worst errors", judged)]
         menu += [("mutants.html", "what the checks catch", evidence.mutation is not None)]
-        menu += [("speed.html", "speed", bool(timings)), ("how.html", "how it works", True)]
+        menu += [("speed.html", "speed", bool(timings))]
+        menu += [("training.html", "training", any(self.trainings.values())), ("how.html", "how it works", True)]
         self.menu = [(file, title) for file, title, there in menu if there]
         self.sentences = sentences(evidence.mutation.judges if evidence.mutation else ())
 
     def files(self) -> Iterable[tuple[str, str]]:
         pages = {"index.html": self.index, "errors.html": self.errors, "mutants.html": self.mutants}
-        pages |= {"speed.html": self.speed, "how.html": self.how}
+        pages |= {"speed.html": self.speed, "training.html": self.training, "how.html": self.how}
         yield from BESIDE.items()
         for file, _ in self.menu:
             yield file, pages[file]()
@@ -185,6 +194,9 @@ class _Site:
 
     def speed(self) -> str:
         return self.render("speed.html", **throughput.values(self.timings, self.evidence))
+
+    def training(self) -> str:
+        return self.render("training.html", **self.trainings)
 
     def how(self) -> str:
         return self.render("how.html", **example.values(self.evidence))

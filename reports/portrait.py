@@ -11,12 +11,12 @@ from markupsafe import Markup
 from flashproof.impls.catalogue import STANDARD
 from flashproof.reports import badges, casefile, charts, claims, front, overview, tables, throughput, wording
 from flashproof.reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, dtype_order, severity, size
-from flashproof.reports.record import Environment
+from flashproof.reports.record import FIRST_POWER, Environment, TensorName
 from flashproof.reports.speed import Timing
 
 IN_FULL = 3  # failures that are shown with their block at the head of a page
 SHOWN = 20  # at most this many are shown at all; the fold of all cases holds every one
-WORST = 5  # of a column, in its fold
+WORST = 3  # of a column, in its fold
 
 
 def values(kernel: Kernel, evidence: Evidence, timings: Sequence[Timing], says: dict[str, str]) -> dict[str, Any]:
@@ -43,6 +43,7 @@ def values(kernel: Kernel, evidence: Evidence, timings: Sequence[Timing], says: 
         "pictures": [_picture(kernel, machine, len(kernel.machines) > 1) for machine in kernel.machines],
         "curves": _unshifted(evidence),
         "heats": _heats(by_status["failed"] or by_status["known defect"], kernel),
+        "elements": _elements(kernel),
         "histograms": _histograms(kernel),
         "memory": _memory(kernel),
         "traffic": _traffic(kernel),
@@ -111,8 +112,10 @@ def _sentence(kernel: Kernel) -> str:
     if whole.state == "failed":
         worst = overview.worst_failure(kernel)
         assert worst is not None
-        failing = len({(j.judgement.check) for j in kernel.judged if j.judgement.status == "failed"})
-        return f"Fails {wording.plural(failing, 'check')}. The worst: {wording.reason(worst.judgement)}."
+        failed = [j.judgement for j in kernel.judged if j.judgement.status == "failed"]
+        cause = next((f": {one.question}" for one in failed if one.question), "")
+        checks = wording.plural(len({one.check for one in failed}), "check")
+        return f"Fails {checks}{cause}. The worst: {wording.reason(worst.judgement)}."
     if whole.state == "known defect":
         count = sum(j.judgement.status == "known defect" for j in kernel.judged)
         return f"Holds its bound, but for {wording.plural(count, 'case')} of known defects, on {on}."
@@ -122,7 +125,7 @@ def _sentence(kernel: Kernel) -> str:
 
 
 class Told(NamedTuple):
-    """The worst failure of one check, tensor, dtype and machine.
+    """One failure of a check, tensor, dtype and machine: one whose cause was found, or else the worst.
 
     block: its text. more: how many more failures of this kind there are. key: the fold that holds them.
     """
@@ -134,7 +137,7 @@ class Told(NamedTuple):
 
 
 def _grouped(failures: list[Judged], kernel: Kernel) -> list[Told]:
-    """The worst failure of each tensor, dtype and machine of a check.
+    """One failure of each tensor, dtype and machine of a check. Those whose cause was found are first.
 
     failures: sorted, worst first.
     """
@@ -142,14 +145,15 @@ def _grouped(failures: list[Judged], kernel: Kernel) -> list[Told]:
     for judged in failures:
         one = judged.judgement
         groups.setdefault((one.check, one.tensor, one.dtype, judged.machine), []).append(judged)
+    shown = [(next((j for j in group if j.judgement.question), group[0]), len(group)) for group in groups.values()]
     return [
         Told(
-            group[0],
-            wording.failure_block(group[0].judgement, tables.threshold(group[0], kernel)),
-            len(group) - 1,
-            overview.key_of(group[0].judgement),
+            judged,
+            wording.failure_block(judged.judgement, tables.threshold(judged, kernel)),
+            count - 1,
+            overview.key_of(judged.judgement),
         )
-        for group in groups.values()
+        for judged, count in sorted(shown, key=lambda pair: not pair[0].judgement.question)
     ]
 
 
@@ -231,10 +235,49 @@ def _heats(failed: list[Judged], kernel: Kernel) -> list[tuple[str, str, Markup]
     return list(found.values())
 
 
-def _histograms(kernel: Kernel) -> list[tuple[str, str, Markup, int]]:
-    """How many judgements have a largest error of so many ulps, for each dtype."""
+PARTS: tuple[tuple[str, tuple[TensorName, ...]], ...] = (("out", ("out",)), ("gradients", ("dq", "dk", "dv")))
+
+
+def _elements(kernel: Kernel) -> list[tuple[str, Machine, Markup]]:
+    """How many elements have an error of so many ulps, for each dtype, beside the correctly rounded result.
+
+    The elements are those of the sweep over lengths, whose numbers are normal.
+    """
     found = []
     for machine in kernel.machines:
+        for dtype in sorted({j.judgement.dtype for j in kernel.judged}, key=dtype_order):
+            for part, tensors in PARTS:
+                every = [
+                    j.judgement.elements
+                    for j in kernel.judged
+                    if j.judgement.elements and (j.machine, j.judgement.dtype) == (machine, dtype)
+                    if j.judgement.tensor in tensors
+                ]
+                if not every:
+                    continue
+                counts = [sum(numbers) for numbers in zip(*(one.counts for one in every), strict=True)]
+                floor = [sum(numbers) for numbers in zip(*(one.floor for one in every), strict=True)]
+                within = 100 * sum(counts[: 1 - FIRST_POWER]) / sum(counts)
+                about = f"{sum(counts):,} elements, {within:.3g} % within 1 ulp"
+                svg = charts.histogram(
+                    [(2.0 ** (FIRST_POWER - 1 + place), count) for place, count in enumerate(counts)],
+                    f"errors of {part} in {dtype} on {machine}: {about}",
+                    "error in ulps of the element; all smaller and larger ones at the ends",
+                    (0.5, "correctly rounded: 0.5"),
+                    floor,
+                )
+                found.append((f"{part}, {dtype}: {about}", machine, svg))
+    return found
+
+
+def _histograms(kernel: Kernel) -> list[tuple[str, str, Markup, int]]:
+    """How many judgements have a largest error of so many ulps, for each dtype.
+
+    A machine whose records count the elements is left out, because `_elements` says more.
+    """
+    counted = {j.machine for j in kernel.judged if j.judgement.elements}
+    found = []
+    for machine in [machine for machine in kernel.machines if machine not in counted]:
         for dtype in sorted({j.judgement.dtype for j in kernel.judged}, key=dtype_order):
             ulps = [
                 size(j.judgement.ulps)
@@ -251,7 +294,7 @@ def _histograms(kernel: Kernel) -> list[tuple[str, str, Markup, int]]:
             svg = charts.histogram(
                 [(2.0**power, counts[power]) for power in range(low, high + 1)],
                 label,
-                "largest error of a tensor, in ulps of its largest number; the last bar holds all above",
+                "largest error in ulps of the tensor's largest number; all larger ones at the end",
                 (0.5, "correctly rounded: 0.5"),
             )
             found.append((dtype, str(machine), svg, len(finite)))

@@ -90,6 +90,20 @@ class Grid(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     rho: list[list[float | str]]
 
 
+class Elements(msgspec.Struct, kw_only=True, frozen=True, gc=False):
+    """How many elements of a tensor have an error of so many units in the last place, each at its own exact number.
+
+    The first number counts errors below 2^FIRST_POWER, the next ones those below twice as much each, and the last one
+    all larger errors.
+    """
+
+    counts: list[int]
+    floor: list[int]  # the same for the correctly rounded exact result
+
+
+FIRST_POWER, LAST_POWER = -4, 12  # of two: the edges of the counts of `Elements`
+
+
 class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True, gc=False):
     """The judgement of one tensor of one case.
 
@@ -124,6 +138,7 @@ class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True, gc=F
     certainty: Certainty | None = None
     worst: Element | None = None  # the element with the largest rho
     grid: Grid | None = None  # of a failure with a rho
+    elements: Elements | None = None  # on normal inputs of growing length
     seconds: float = 0.0  # how long the call took, with its backward
     message: str = ""  # the words of a failure, refusal or known defect, beside its figures
     # The other question that a failed answer fits: "this is the answer without the causal mask".

@@ -110,9 +110,13 @@ def committed() -> list[Timing]:
 
 
 def latest(timings: Iterable[Timing]) -> list[Timing]:
-    """The timings without those that a later one of the same implementation in the same setting replaces."""
+    """The timings without those that a later one of the same implementation in the same setting replaces.
+
+    A timing with a note was measured in another way, so it replaces no other, and no other replaces it.
+    """
     found = {
-        (timing.implementation, timing.setting): timing for timing in sorted(timings, key=lambda timing: timing.date)
+        (timing.implementation, timing.setting, timing.note): timing
+        for timing in sorted(timings, key=lambda timing: timing.date)
     }
     return list(found.values())
 

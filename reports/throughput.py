@@ -73,7 +73,8 @@ def _place(timing: Timing) -> tuple[object, ...]:
 
 
 def _pace(timing: Timing) -> str:
-    share = f", {100 * timing.tflops / timing.ceiling:.0f} %" if timing.ceiling else ""
+    percent = 100 * timing.tflops / timing.ceiling if timing.ceiling else None
+    share = "" if percent is None else f", {percent:.{0 if percent >= 1 else 1}f} %"
     return f"{wording.number(timing.tflops, 3)} TFLOP/s{share}"
 
 
@@ -125,7 +126,12 @@ def _commonest(timings: Sequence[Timing]) -> tuple[int, int]:
 
 
 def _throughput(timings: Sequence[Timing], title: str) -> Markup:
-    """TFLOP/s over length, a line for each implementation, and the chip's ceiling as a line across."""
+    """TFLOP/s over length, a line for each implementation, and the chip's ceiling as a line across.
+
+    Implementations that were timed at one length alone are left out.
+    """
+    counts = Counter(timing.implementation for timing in timings)
+    timings = [timing for timing in timings if counts[timing.implementation] > 1]
     by_name: defaultdict[str, dict[int, float]] = defaultdict(dict)
     for timing in timings:
         by_name[timing.implementation][timing.length] = timing.tflops
@@ -203,10 +209,13 @@ def _scatters(groups: Groups, evidence: Evidence) -> list[Chart]:
 
 
 def _sparse(timings: Sequence[Timing]) -> list[dict[str, Any]]:
-    """Time against the share of kept blocks: a chart and its table for each setting with several shares."""
+    """Time against the share of kept blocks: a chart and its table for each setting with several shares.
+
+    Timings with another note were measured in another way, and have a chart of their own.
+    """
     groups: defaultdict[tuple[object, ...], list[Timing]] = defaultdict(list)
     for timing in sorted(timings, key=order):
-        groups[timing.setting[:-1]].append(timing)
+        groups[*timing.setting[:-1], timing.note].append(timing)
     found = []
     for every in groups.values():
         shares = sorted({t.blocks for t in every if t.blocks is not None})
@@ -313,13 +322,15 @@ def _beside_the_standard(timings: Sequence[Timing], evidence: Evidence) -> list[
         every = max(here, key=lambda rows: (len(rows), -math.fsum(math.log(t.seconds) for t in rows)))
         one = every[0]
         same = [t for t in timings if t.implementation == one.implementation]
+        # The checks of memory do not count what a benchmark does, so a table has the bytes of one of the two.
+        of_benchmarks = any(t.memory_bytes is not None for t in every)
         rows = []
         for t in sorted(same, key=lambda t: t.length):
             if (t.device, t.group) == (one.device, one.group):
                 record = memory.get((t.implementation, t.device, t.dtype, t.direction, t.length))
                 heads = t.batch * t.heads
                 measured = None if t.memory_bytes is None else t.memory_bytes // heads
-                if measured is None and record:
+                if record and not of_benchmarks:
                     measured = record.measured_bytes // record.heads
                 rows.append(Beside(t, standard.get(t.setting), t.matrix_bytes // heads, measured))
         found.append({"title": str(one.group), "device": one.device, "name": one.implementation, "rows": rows})
@@ -339,5 +350,5 @@ class Figures(NamedTuple):
 def _figures(timings: Sequence[Timing]) -> list[Figures]:
     rows: dict[tuple[object, ...], dict[int, Timing]] = {}
     for t in sorted(timings, key=order):
-        rows.setdefault((t.device, t.group, t.blocks, t.implementation), {})[t.length] = t
+        rows.setdefault((t.device, t.group, t.blocks, t.implementation, t.note), {})[t.length] = t
     return [Figures(next(iter(by_length.values())), by_length) for by_length in rows.values()]

@@ -1,8 +1,9 @@
 """FlexAttention (`torch.nn.attention.flex_attention`), compiled.
 
 PyTorch generates Triton kernels for the mask of a call. This implementation is for CUDA only, because FlexAttention has
-no backward pass on a CPU. It compiles once for each kind of call, for all lengths at once (`dynamic`). A compilation
-takes seconds.
+no backward pass on a CPU. It compiles once for each kind of call, for all lengths at once (`dynamic`), because a
+compilation takes seconds. Such a kernel tests every index against the length, also where all tiles are whole, and is
+slower than that of a user. A measurement is made within `as_users_call`.
 """
 
 from collections.abc import Iterator
@@ -20,13 +21,13 @@ from flashproof.impls.spec import Alignment, Device, Implementation, Supports
 
 
 @cache
-def compiled() -> Any:
-    """FlexAttention as a compiled kernel.
+def compiled(dynamic: bool) -> Any:
+    """FlexAttention as a compiled kernel: one for all lengths (dynamic), or one for each.
 
     Without compilation, FlexAttention would be textbook attention. So code that cannot be compiled is an error
     (`fullgraph`).
     """
-    return torch.compile(flex_attention, fullgraph=True, dynamic=True)
+    return torch.compile(flex_attention, fullgraph=True, dynamic=dynamic)
 
 
 def attention(
@@ -43,27 +44,28 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """FlexAttention with the call of this project. Its log-sum-exp uses the natural logarithm."""
     mask = _block_mask(query, key, is_causal, causal_alignment, block_mask)
+    kernel = compiled(dynamic=_kept.get() is None)
     # Each kind of call needs its own kernel. With the default limits, torch.compile gives up after a few kernels.
     with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
         if not return_lse:
-            out: Tensor = compiled()(query, key, value, block_mask=mask, scale=scale, enable_gqa=enable_gqa)
+            out: Tensor = kernel(query, key, value, block_mask=mask, scale=scale, enable_gqa=enable_gqa)
             return out
-        out, aux = compiled()(
+        out, aux = kernel(
             query, key, value, block_mask=mask, scale=scale, enable_gqa=enable_gqa, return_aux=AuxRequest(lse=True)
         )
         return out, aux.lse
 
 
-# The masks that `masks_kept` keeps, by what they are made of. None outside of it.
+# The masks that `as_users_call` keeps, by what they are made of. None outside of it.
 _kept: ContextVar[dict[object, BlockMask | None] | None] = ContextVar("kept", default=None)
 
 
 @contextmanager
-def masks_kept() -> Iterator[None]:
-    """Keeps every mask that a call makes until the context ends. This is for measurements.
+def as_users_call() -> Iterator[None]:
+    """Calls FlexAttention as its users do, until the context ends. This is for measurements.
 
-    Making a mask takes longer than the attention, and users of FlexAttention keep theirs. Within the context, block
-    masks must not change.
+    A kernel is compiled for the lengths of a call. A mask is made once, because this takes longer than the attention,
+    and a causal mask reads no tensor. Within the context, block masks must not change.
     """
     token = _kept.set({})
     try:
@@ -80,8 +82,17 @@ def _block_mask(
         return _made(query, key, is_causal, alignment, blocks)
     asked = (query.shape[:3], key.shape[2], is_causal, alignment, None if blocks is None else id(blocks))
     if asked not in kept:
-        kept[asked] = _made(query, key, is_causal, alignment, blocks)
+        if is_causal and alignment == "top_left" and blocks is None:
+            kept[asked] = create_block_mask(
+                _earlier, None, None, query.shape[2], key.shape[2], device=query.device.type, BLOCK_SIZE=BLOCK
+            )
+        else:
+            kept[asked] = _made(query, key, is_causal, alignment, blocks)
     return kept[asked]
+
+
+def _earlier(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return j <= i
 
 
 def _made(query: Tensor, key: Tensor, is_causal: bool, alignment: Alignment, blocks: Tensor | None) -> BlockMask | None:

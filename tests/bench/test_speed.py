@@ -90,7 +90,7 @@ def test_speed(
     benchmark.group = f"{direction}, {line} {dtype}"
     try:
         # torch.compile may warn about itself, and compiles backwards that run once, unless told otherwise.
-        with warnings.catch_warnings(), functorch.patch(donated_buffer=False), flex.masks_kept():
+        with warnings.catch_warnings(), functorch.patch(donated_buffer=False), flex.as_users_call():
             warnings.simplefilter("ignore")
             measured = measure(implementation, case, direction, device, BUDGETS[session.selection.thorough])
     except Wrong as wrong:

@@ -18,6 +18,7 @@ from flashproof.impls.spec import DTYPES, Arithmetic, Dtype, arithmetic_of_calla
 from flashproof.impls.tiled import block_sparse as tiled_block_sparse
 from flashproof.impls.tiled import fa2 as tiled_fa2
 from flashproof.oracles import bounds, naive
+from flashproof.reports.record import FIRST_POWER, LAST_POWER
 from flashproof.tensors import inputs
 from flashproof.tests.suite.accuracy.kernels import (
     Kernel,
@@ -373,3 +374,22 @@ def test_the_grid_of_a_failure_shows_where_it_lies() -> None:
     truth = judging.exact(Case.parse("b1 h1 q4 k4 d2"), arithmetic_of_callables("float32", "cpu"), "cpu")
     assert judging.judge_tensor(answer, "out", truth).grid is not None
     assert judging.judge_tensor(truth.answer.out.to(torch.float32), "out", truth).grid is None
+
+
+def test_elements_are_counted_by_their_ulps() -> None:
+    """An element that is off by k ulps of its own exact number is counted where k is, and the floor has no error."""
+    case = Case.parse("b1 h1 q16 k16 d16 float16")
+    truth = judging.exact(case, Arithmetic(), "cpu")
+    rounded = truth.answer.out.to(torch.float16)
+    found = judging.elements(rounded, "out", truth)
+    assert found.counts == found.floor
+    assert sum(found.counts) == 256
+    assert sum(found.counts[:-FIRST_POWER]) == 256  # below half an ulp, where no two numbers are equally near
+    off = rounded.clone()
+    off[0, 0, 0, 0] += 8 * torch.finfo(torch.float16).eps * 2.0 ** math.floor(math.log2(abs(float(off[0, 0, 0, 0]))))
+    off[0, 0, 0, 1] = math.nan
+    counts = judging.elements(off, "out", truth).counts
+    assert [place + FIRST_POWER - 1 for place, count in enumerate(counts) if place > -FIRST_POWER and count] in (
+        [2, LAST_POWER],
+        [3, LAST_POWER],
+    )

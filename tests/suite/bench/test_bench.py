@@ -129,6 +129,28 @@ def test_two_calls_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert order == ["other", "own"] * 6
 
 
+@pytest.mark.parametrize(("host", "is_slow"), [([1.0, 0.1, 0.1], False), ([0.1, 0.1, 0.9], False), ([0.6] * 3, True)])
+def test_one_slow_launch_does_not_make_a_call_one_that_launches_slowly(
+    monkeypatch: pytest.MonkeyPatch, host: list[float], is_slow: bool
+) -> None:
+    """host: the seconds that the host takes to launch each call. The GPU takes half a second after each launch."""
+    now, launches, launched = [0.0], iter(host), [False]
+
+    def call() -> None:
+        now[0] += next(launches)
+        launched[0] = True
+
+    def synchronize() -> None:
+        now[0] += 0.5 if launched[0] else 0.0
+        launched[0] = False
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    found = timing._launches_slowly(call)
+    monkeypatch.undo()
+    assert found == is_slow
+
+
 def test_the_fastest_peer_is_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case.parse("b1 h1 q160 k160 d32 float32")
     times = {"sdpa.math": 2.0, "sdpa.flash_cpu": 3.0}

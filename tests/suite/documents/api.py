@@ -122,6 +122,8 @@ MEANINGS = {
     "Float64": "the same, in float64",
     "Forward": "a call whose forward was answered, and whose backward may follow",
     "Function": "the function under the decorator",
+    "Elements": "how many elements have an error of so many units in the last place. "
+    "[reports/record.py](../reports/record.py)",
     "Grid": "the cases of a check: `Callable[[Space, Dtype], list[Case]]`. "
     "[flashproof/grids.py](../flashproof/grids.py) makes some",
     "Inputs": "the tensors of a case: `query`, `key`, `value`, `dout`, and `block_mask` or None",

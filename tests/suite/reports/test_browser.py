@@ -38,7 +38,7 @@ FLAGS = (
 PAGES = [
     f"{name}.html"
     for name in (
-        *("index", "errors", "mutants", "speed", "how", "triton.fa2", "cuda.fa1"),
+        *("index", "errors", "mutants", "speed", "training", "how", "triton.fa2", "cuda.fa1"),
         wording.stem(building.SDPA),
         wording.stem(building.HOSTILE),
     )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flashproof.reports import mutants
+from flashproof.reports import charts, mutants
 from flashproof.reports.evidence import Mutation, gather
 from flashproof.reports.pages import write_site
 from flashproof.reports.record import Trial
@@ -92,3 +92,12 @@ def test_without_mutants_there_is_no_page(tmp_path: Path) -> None:
     site = write_site([building.write(tmp_path / "run.jsonl", [environment(), judgement()])], tmp_path / "site").parent
     assert not (site / "mutants.html").exists()
     assert "mutants.html" not in (site / "index.html").read_text()
+
+
+@pytest.mark.parametrize("count", [3, 150, 300])
+def test_the_matrix_fits_the_page_with_its_figures(count: int) -> None:
+    score = charts.Score("all checks", f"{count} of {count}", ("told",) * count)
+    svg = charts.kills([("masks", count)], [], [("flashproof", [score])], "mutants")
+    width = float(svg.split('viewBox="0 0 ')[1].split()[0])
+    figure = float(svg.split(f">{score.figure}<")[0].rpartition('x="')[2].split('"')[0])
+    assert figure + charts.LETTER * len(score.figure) <= width <= charts.WIDEST

@@ -16,14 +16,14 @@ from flashproof.reports import __main__, portrait, wording
 from flashproof.reports.evidence import gather
 from flashproof.reports.pages import write_site
 from flashproof.reports.portrait import IN_FULL, SHOWN
-from flashproof.reports.record import Grid, Record, TensorName
+from flashproof.reports.record import FIRST_POWER, LAST_POWER, Elements, Grid, Record, TensorName
 from flashproof.reports.templating import linked
 from flashproof.tests.suite.reports import building
 from flashproof.tests.suite.reports.building import claim, environment, judgement
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = ("tiled.fa2", "triton.fa2", "cuda.fa1", building.SDPA, building.HOSTILE)
-PARTS = ("errors", "how", "index", "mutants", "speed")
+PARTS = ("errors", "how", "index", "mutants", "speed", "training")
 
 
 class Page(HTMLParser):
@@ -435,3 +435,31 @@ def test_a_heat_map_has_the_edges_of_claimed_tiles(tmp_path: Path, tensor: Tenso
     (kernel,) = gather([path]).kernels
     ((_, _, svg),) = portrait._heats(list(kernel.judged), kernel)
     assert svg.count('class="landmark"') == edges
+
+
+def test_errors_of_all_elements_stand_beside_the_correctly_rounded_result(tmp_path: Path) -> None:
+    counts = [0] * (LAST_POWER - FIRST_POWER + 2)
+    one = Elements(counts=[*counts[:3], 30, 10, *counts[5:]], floor=[*counts[:3], 40, 0, *counts[5:]])
+    records = [judgement(tensor=tensor, elements=one) for tensor in ("out", "dq", "dk")]
+    (kernel,) = gather([building.write(tmp_path / "run.jsonl", [environment(), *records])]).kernels
+    (out, _, first), (gradients, _, _) = portrait._elements(kernel)
+    assert out == "out, float32: 40 elements, 100 % within 1 ulp"
+    assert gradients == "gradients, float32: 80 elements, 100 % within 1 ulp"
+    assert first.count('class="fill rho"') == first.count('class="exact"') == 1
+    assert portrait._histograms(kernel) == []
+
+
+def test_the_unshifted_softmax_is_beside_the_landmarks(site: Path) -> None:
+    text = (site / "triton.fa2.html").read_text("utf-8")
+    assert text.count(">For comparison: a softmax that overflows<") == 1
+    assert text.index('id="picture"') < text.index('id="unshifted"') < text.index('id="checks"')
+
+
+def test_a_failure_whose_cause_was_found_comes_first(tmp_path: Path) -> None:
+    cause = "this is the answer without the causal mask"
+    failed = [judgement(status="failed", tensor=tensor, rho=rho) for tensor, rho in (("out", 3.0), ("dv", 9.0))]
+    failed.append(judgement(status="failed", tensor="out", rho=2.0, question=cause, case="b1 q8 seed1"))
+    site = write_site([building.write(tmp_path / "run.jsonl", [environment(), *failed])], tmp_path / "site").parent
+    text = the_page(site, "triton.fa2").text
+    assert f"Fails 1 check: {cause}. The worst: " in text
+    assert text.index("rho 2.0") < text.index("rho 9.0")

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,28 @@ from typing import Any
 import pytest
 from markupsafe import Markup
 
-from flashproof.reports import charts, speed, throughput
+from flashproof.reports import charts, speed, throughput, training
 from flashproof.reports.drawing import Scale, steps
 from flashproof.reports.evidence import gather
 from flashproof.reports.pages import write_pages
+from flashproof.reports.speed import Timing
 from flashproof.tests.suite.reports import building
 from flashproof.tests.suite.reports.building import environment, judgement
+
+TIMING = Timing(
+    implementation="triton.fa2",
+    device="NVIDIA H200",
+    dtype="float16",
+    direction="forward",
+    causal=False,
+    length=4096,
+    dim=128,
+    batch=4,
+    heads=16,
+    seconds=0.0016,
+    tflops=346.0,
+    source="a.json",
+)
 
 
 def benchmark(tflops: float) -> dict[str, Any]:
@@ -44,10 +61,12 @@ def test_what_has_no_throughput_is_left_out(tmp_path: Path) -> None:
 
 
 def test_every_committed_file_is_read() -> None:
-    files = sorted(speed.FOLDER.glob("*.json"))
+    every = sorted(speed.FOLDER.glob("*.json"))
+    files = [path for path in every if {"results", "benchmarks"} & {*json.loads(path.read_text())}]  # not raw figures
     assert files
-    assert all(speed.read(path) for path in files)
-    assert {timing.source for timing in speed.committed()} == {path.name for path in files}
+    assert all(speed.read(path) or training.read(path) for path in files)
+    sources = {timing.source for timing in speed.committed()} | {step.source for step in training.committed()}
+    assert sources == {path.name for path in files}
 
 
 def test_measurements_in_another_form_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +126,7 @@ def test_the_page_has_every_part(whole: Path) -> None:
     text = whole.read_text()
     parts = re.findall(r'<h2 id="(\w+)"', text)
     assert parts == ["lengths", "compared", "sparse", "generations", "standard", "figures"]
-    assert "The fastest forward is that of flex: 540 TFLOP/s (55 % of the chip" in text
+    assert "The fastest forward is that of flex: 580 TFLOP/s (59 % of the chip" in text
     labels = re.findall(r'<svg role="img" aria-label="([^"]+)"', text)
     assert any(label.startswith("TFLOP/s over sequence length, forward, float16") for label in labels)
     assert any(label.startswith("milliseconds over the share of kept blocks") for label in labels)
@@ -140,6 +159,43 @@ def test_generations_are_paired(tmp_path: Path) -> None:
         found.append(one)
     (part,) = throughput._generations(speed.read(write(tmp_path / "a.json", "2026-02-01", *found)))
     assert [(one.implementation, other.implementation) for one, other in part["rows"]] == [("triton.fa1", "triton.fa2")]
+
+
+def test_block_masks_measured_in_two_ways_are_not_in_one_chart(tmp_path: Path) -> None:
+    sparse = [replace(TIMING, blocks=blocks, note=note) for blocks in (0.25, 0.5, 1.0) for note in ("", "waits")]
+    early, late = (
+        replace(timing, date=date) for timing, date in ((sparse[1], "2026-01-01"), (sparse[0], "2026-02-01"))
+    )
+    assert len(speed.latest([early, late])) == 2
+    assert [part["note"] for part in throughput._sparse(sparse)] == ["", "waits"]
+    assert throughput._sparse([sparse[0], sparse[3]]) == []
+
+
+def test_a_line_over_length_needs_two_lengths() -> None:
+    swept = [replace(TIMING, length=length) for length in (1024, 4096)]
+    svg = throughput._throughput([*swept, replace(TIMING, implementation="cuda.fa1", tflops=4.0)], "forward")
+    assert "triton.fa2" in svg
+    assert "cuda.fa1" not in svg
+
+
+@pytest.mark.parametrize(("tflops", "share"), [(4.1, "0.4 %"), (770.0, "78 %")])
+def test_a_small_share_of_the_chip_is_not_zero(tflops: float, share: str) -> None:
+    assert throughput._pace(replace(TIMING, tflops=tflops)).endswith(f", {share}")
+
+
+def test_a_table_has_the_bytes_of_one_measurement(tmp_path: Path) -> None:
+    memory = list(building.measured("triton.fa2", building.GPU))
+    evidence = gather([building.write(tmp_path / "run.jsonl", [environment(building.GPU), *memory])])
+    rows = [replace(TIMING, length=1024, batch=16), replace(TIMING, memory_bytes=2**20)]
+    standard = replace(TIMING, implementation="sdpa.math")
+
+    def measured(*timings: Timing) -> list[int | None]:
+        (part,) = throughput._beside_the_standard([*timings, standard], evidence)
+        return [row.measured_bytes for row in part["rows"]]
+
+    assert measured(*rows) == [None, 2**20 // 64]
+    alone = [replace(timing, memory_bytes=None) for timing in rows]
+    assert measured(*alone) == [512 * 1024 // 2, 512 * 4096 // 2]
 
 
 # ------------------------------------------------------------------------------------------------------------- labels
