@@ -373,3 +373,13 @@ def test_the_grid_of_a_failure_shows_where_it_lies() -> None:
     truth = judging.exact(Case.parse("b1 h1 q4 k4 d2"), arithmetic_of_callables("float32", "cpu"), "cpu")
     assert judging.judge_tensor(answer, "out", truth).grid is not None
     assert judging.judge_tensor(truth.answer.out.to(torch.float32), "out", truth).grid is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tensor_that_cancels_has_no_figure_in_ulps(dtype: Dtype) -> None:
+    """If all values are equal, dQ and dK are 0. The rounding errors of a right kernel are no ulps of that."""
+    case = Case.parse(f"b1 h2 q40 k40 d32 {dtype} full normal v.equal seed0")
+    truth = judging.exact(case, arithmetic_of_callables(dtype, "cpu"), "cpu")
+    _, answer = answered(sdpa, case)
+    found = {name: judging.judge_tensor(answer[name].detach(), name, truth).ulps for name in ("out", "dq", "dk", "dv")}
+    assert {name: figure is None for name, figure in found.items()} == dict(out=False, dq=True, dk=True, dv=False)
