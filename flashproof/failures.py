@@ -50,7 +50,9 @@ def in_short(alike: Sequence[Sequence[Judgement]], most: int = SHOWN) -> Iterato
 # ----------------------------------------------------------------------------------------------------- in one screen
 
 CAUSES = 3  # the number of causes that are shown for an implementation
+RARE = 10  # a cause with fewer failures than a tenth of those of the first is not shown
 _SCALE = re.compile(r"with a scale of .*\((.*) times as large\)")
+_SUBJECT = re.compile(r"^[\w, ]*? (is|are) ")
 _FACTOR = re.compile(r" is (.*) times the exact result")
 
 
@@ -63,11 +65,12 @@ def causes(failures: Sequence[Judgement]) -> list[list[Judgement]]:
     factors = {scale[1] for one in failures if (scale := _SCALE.search(one.question))}
     for one in failures:
         if one.question:
-            # The scale differs between head dims, but its factor does not. A gradient may show the same factor.
+            # The scale differs between head dims, but its factor does not. A gradient may show the same factor. Other
+            # sentences differ in the tensors that they name, and in what follows from the cause.
             by = _SCALE.search(one.question) or _FACTOR.search(one.question)
-            cause = "question", by[1] if by and by[1] in factors else one.question
+            cause = "question", by[1] if by and by[1] in factors else _SUBJECT.sub("", one.question).partition(":")[0]
         elif one.rho is None and one.message:
-            cause = "words", re.sub(r"\d+", "0", one.message.partition("\n")[0])
+            cause = "words", without_numbers(one.message.partition("\n")[0])
         else:
             cause = "check", one.check
         found.setdefault(cause, []).append(one)
@@ -75,30 +78,35 @@ def causes(failures: Sequence[Judgement]) -> list[list[Judgement]]:
     return [found[cause] for cause in sorted(found, key=lambda cause: (order.index(cause[0]), -len(found[cause])))]
 
 
-def one_screen(name: str, failures: Sequence[Judgement], checks: int) -> Iterator[str]:
-    """What is wrong with an implementation, in a few lines. checks: the number of checks that ran."""
+def without_numbers(words: str) -> str:
+    """A message with 0 in place of each number. Messages of one cause often differ only in their numbers."""
+    return re.sub(r"\d+(\.\d+)?", "0", words)
+
+
+def one_screen(name: str, failures: Sequence[Judgement]) -> Iterator[str]:
+    """What is wrong with an implementation, in a few lines."""
     failed = len({(one.check, one.dtype) for one in failures})
     tensors = _listed(one.tensor for one in failures)
     yield (
         f"{name} is wrong: {f'{tensors} ' if tensors else ''}in {_listed(one.dtype for one in failures)}; "
-        f"{failed:,} of {wording.plural(checks, 'check')} failed"
+        f"{wording.plural(failed, 'check')} failed"
     )
     alike = causes(failures)
     explained = [group for group in alike if group[0].question]  # the other failures usually follow from these
-    shown = (explained or alike)[:CAUSES]
+    shown = [group for group in explained or alike if len(group) >= len((explained or alike)[0]) / RARE][:CAUSES]
     for group in shown:
         yield f"  {_cause(group)}"
-        smallest = min(group, key=_work)
         yield f"    {_extent(group)}; the smallest case:"
-        yield f"      {smallest.case}"
+        yield f"    again: {wording.repeat_line(min(group, key=_work))}"
     if rest := len(failures) - sum(map(len, shown)):
-        yield f"  and {wording.plural(rest, 'more failure')}"
+        yield f"  and {wording.plural(rest, 'more failure')}" + (", which may follow from this" if explained else "")
 
 
 def _cause(group: Sequence[Judgement]) -> str:
-    first = next((one for one in group if _SCALE.search(one.question)), group[0])
+    first, questions = group[0], [one.question for one in group]
     if first.question:
-        return first.question
+        alike = [words for words in questions if _SCALE.search(words)] or questions
+        return max(alike, key=alike.count)
     if first.rho is None and first.message:
         return first.message.partition("\n")[0]
     worst = max(group, key=lambda one: size(worst_rho(one)))

@@ -56,6 +56,8 @@ def answered(
     failed = {name: answer[name] for name in TENSORS if any(each.tensor == name for each in wrong)}
     if not failed or problem.key.shape[2] == 1 or not all(map(_has_no_nan, failed.values())):
         return ""
+    if zeros := [name for name, tensor in failed.items() if not tensor.any()]:
+        return f"{_are(zeros)} 0 everywhere"
     # A question that is fitted to a wrong answer explains the answer only if it matches much better.
     limit = min(1.0, max(each.worst_rho for each in wrong) / 2.0)
     for other in _others(problem, answer, limit):

@@ -382,4 +382,9 @@ def test_a_tensor_that_cancels_has_no_figure_in_ulps(dtype: Dtype) -> None:
     truth = judging.exact(case, arithmetic_of_callables(dtype, "cpu"), "cpu")
     _, answer = answered(sdpa, case)
     found = {name: judging.judge_tensor(answer[name].detach(), name, truth).ulps for name in ("out", "dq", "dk", "dv")}
-    assert {name: figure is None for name, figure in found.items()} == dict(out=False, dq=True, dk=True, dv=False)
+    assert {name: figure is None for name, figure in found.items()} == {
+        "out": False,
+        "dq": True,
+        "dk": True,
+        "dv": False,
+    }
