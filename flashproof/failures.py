@@ -52,7 +52,7 @@ def in_short(alike: Sequence[Sequence[Judgement]], most: int = SHOWN) -> Iterato
 CAUSES = 3  # the number of causes that are shown for an implementation
 RARE = 10  # a cause with fewer failures than a tenth of those of the first is not shown
 _SCALE = re.compile(r"with a scale of .*\((.*) times as large\)")
-_SUBJECT = re.compile(r"^[\w, ]*? (is|are) ")
+_SUBJECT = re.compile(r"^[\w, ]*? (is|are|has|have) ")
 _FACTOR = re.compile(r" is (.*) times the exact result")
 
 

@@ -143,11 +143,16 @@ class Display(Watcher):
         if status == pytest.ExitCode.INTERRUPTED:
             self.console.print("interrupted; this was found so far:", style="yellow")
         names = list(dict.fromkeys([*(name for name, _, _ in self.judged), *self.failed]))
+        verdict = summary.verdict(self.session)
+        if names and not self.failed:
+            self._print(verdict)
         for name in names:
             self._conclude(name)
-        lines = [*summary.last_lines(self.session), *summary.places(self.session), summary.verdict(self.session)]
-        for line in lines:
-            self.console.print(line.text, style=line.color or None, markup=False)
+        for line in (*summary.last_lines(self.session), *summary.places(self.session), verdict):
+            self._print(line)
+
+    def _print(self, line: summary.Line) -> None:
+        self.console.print(line.text, style=line.color or None, markup=False)
 
     def _conclude(self, name: str) -> None:
         failures = [one for one in self.session.failures if one.implementation == name] if self.session else []

@@ -1,5 +1,7 @@
 """Finds the other question that a wrong answer is right for: another scale, mask, layout, or order of the arguments.
 
+If there is none, it looks for a coarser arithmetic that explains the errors (`coarser`).
+
 Kernels and their callers often confuse two questions. The answer is then right, but for the wrong problem. The name of
 that problem helps more than the place of an error. The first failure of a check (`subject`) and
 `flashproof.judge` (`accuracy`) use this module.
@@ -12,11 +14,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from flashproof import judging
+from flashproof import coarser, judging
 from flashproof.calling import GRADIENTS, TENSORS, TensorName
 from flashproof.impls.spec import Alignment, Arithmetic
 from flashproof.judging import Exact, Judged
 from flashproof.oracles.masks import Dropout, Mask
+from flashproof.oracles.naive import Attention
 from flashproof.oracles.problem import Problem
 from flashproof.reports import wording
 
@@ -63,7 +66,7 @@ def answered(
     for other in _others(problem, answer, limit):
         if met := _met(other, failed, truth, claim):
             return f"{_subject(met, failed, other)} the answer {other.words}"
-    return _multiple(failed, truth, limit)
+    return _multiple(failed, truth, limit) or _coarser(problem, failed, truth)
 
 
 def _has_no_nan(tensor: Tensor) -> bool:
@@ -79,8 +82,12 @@ def _subject(met: list[TensorName], failed: Mapping[TensorName, Tensor], other: 
 
 def _are(names: Sequence[str]) -> str:
     """Names as the subject of a sentence: "out is", "out, dq and dk are"."""
+    return f"{_listed(names)} {'are' if len(names) > 1 else 'is'}"
+
+
+def _listed(names: Sequence[str]) -> str:
     *first, last = names
-    return f"{', '.join(first)} and {last} are" if first else f"{last} is"
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _met(other: _Other, failed: Mapping[TensorName, Tensor], truth: Exact, claim: Arithmetic) -> list[TensorName]:
@@ -247,3 +254,11 @@ def _multiple(failed: Mapping[TensorName, Tensor], truth: Exact, limit: float) -
             words += ", which makes it a logarithm to base 2"
         said.setdefault(words, []).append(name)
     return "; ".join(f"{_are(names)} {words}" for words, names in said.items())
+
+
+def _coarser(problem: Problem, failed: Mapping[TensorName, Tensor], truth: Exact) -> str:
+    """The coarser arithmetic whose errors wrong tensors have, in words."""
+    one = _of_one_key_head(problem)
+    exact = Attention(*(_part(one, name, getattr(truth.answer, name)) for name in TENSORS))
+    names, words = coarser.errors_of(one, {name: _part(one, name, tensor) for name, tensor in failed.items()}, exact)
+    return f"{_listed(names)} {'have' if len(names) > 1 else 'has'} the errors of {words}" if names else ""

@@ -180,8 +180,8 @@ def covered(found: Covered) -> str:
     share = 100.0 * found.triples / max(1, found.possible_triples)
     too_large = f"; {found.no_room:,} pairs need larger cases than the run allows" if found.no_room else ""
     return (
-        f"{found.cases:,} cases hold {pairs} {found.possible_pairs:,} pairs of properties (a head dim, a layout ...) that "
-        f"the claims allow, and {share:.0f} % of the triples{too_large}"
+        f"{found.cases:,} cases hold {pairs} {found.possible_pairs:,} pairs of properties (a head dim, a layout ...) "
+        f"that the claims allow, and {share:.0f} % of the triples{too_large}"
     )
 
 
