@@ -50,7 +50,7 @@ def in_short(alike: Sequence[Sequence[Judgement]], most: int = SHOWN) -> Iterato
 # ----------------------------------------------------------------------------------------------------- in one screen
 
 CAUSES = 3  # the number of causes that are shown for an implementation
-RARE = 10  # a cause with fewer failures than a tenth of those of the first is not shown
+RARE = 10  # an explained cause with fewer failures than a tenth of those of the first is not shown
 _SCALE = re.compile(r"with a scale of .*\((.*) times as large\)")
 _SUBJECT = re.compile(r"^[\w, ]*? (is|are|has|have) ")
 _FACTOR = re.compile(r" is (.*) times the exact result")
@@ -92,14 +92,17 @@ def one_screen(name: str, failures: Sequence[Judgement]) -> Iterator[str]:
         f"{wording.plural(failed, 'check')} failed"
     )
     alike = causes(failures)
-    explained = [group for group in alike if group[0].question]  # the other failures usually follow from these
-    shown = [group for group in explained or alike if len(group) >= len((explained or alike)[0]) / RARE][:CAUSES]
+    explained = [group for group in alike if group[0].question]
+    # The other failures usually follow from these, if these are in most checks.
+    is_explained = 2 * len({(one.check, one.dtype) for group in explained for one in group}) >= failed
+    shown = [group for group in explained if len(group) * RARE >= len(explained[0])]
+    shown = (shown if is_explained else [*shown, *(group for group in alike if not group[0].question)])[:CAUSES]
     for group in shown:
         yield f"  {_cause(group)}"
         yield f"    {_extent(group)}; the smallest case:"
         yield f"    again: {wording.repeat_line(min(group, key=_work))}"
     if rest := len(failures) - sum(map(len, shown)):
-        yield f"  and {wording.plural(rest, 'more failure')}" + (", which may follow from this" if explained else "")
+        yield f"  and {wording.plural(rest, 'more failure')}" + (", which may follow from this" if is_explained else "")
 
 
 def _cause(group: Sequence[Judgement]) -> str:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from flashproof import coarser, judging
 from flashproof.calling import GRADIENTS, TENSORS, TensorName
+from flashproof.impls.shapes import Bool, Int
 from flashproof.impls.spec import Alignment, Arithmetic
 from flashproof.judging import Exact, Judged
-from flashproof.oracles.masks import Dropout, Mask
+from flashproof.oracles.masks import Dropout, Mask, Which
 from flashproof.oracles.naive import Attention
 from flashproof.oracles.problem import Problem
 from flashproof.reports import wording
@@ -41,6 +42,21 @@ class _Other:
     view: Transform = lambda tensor: tensor  # transforms a tensor of the answer into the other question's form
     only: tuple[TensorName, ...] = TENSORS  # the tensors that can be compared
     limit: float = 1.0  # the largest rho
+
+
+@dataclass(frozen=True, eq=False)
+class _Shifted(Mask):
+    """A causal mask in which each query sees what the query `shift` rows below it should see."""
+
+    shift: int = 0
+
+    def visible(
+        self, batch: Which, head: Which, rows: Int[Tensor, " rows"], keys: int | None = None
+    ) -> Bool[Tensor, "*heads rows keys"]:
+        return super().visible(batch, head, rows + self.shift, keys)
+
+    def last_seen(self, stop: int) -> int:
+        return super().last_seen(stop + self.shift)
 
 
 def answered(
@@ -154,6 +170,10 @@ def _others(problem: Problem, answer: Mapping[TensorName, Tensor], limit: float)
             )
         if not mask.causal and queries == mask.keys:
             break  # the two alignments are one mask
+    if mask.causal and mask.blocks is None:
+        for shift, words in ((1, "one key more"), (-1, "one key fewer")):
+            shifted = _Shifted(queries, mask.keys, mask.causal, shift=shift)
+            yield _Other(f"with a causal mask that shows each query {words}", replace(problem, mask=shifted))
     if mask.blocks is not None:
         yield _Other("without the block mask", replace(problem, mask=replace(mask, blocks=None)))
     if problem.dropout.p:

@@ -44,6 +44,18 @@ def bottom_right(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool =
     return SDPA(query, key, value, attn_mask=seen if is_causal else None)
 
 
+def next_key(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Shows each query the key after its own, too."""
+    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(1)
+    return SDPA(query, key, value, attn_mask=seen if is_causal else None)
+
+
+def own_key_hidden(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Hides the last key that each query should see. The first query sees none, and its output is 0."""
+    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(-1)
+    return SDPA(query, key, value, attn_mask=seen if is_causal else None)
+
+
 def other_layout(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
     """Reads its tensors as [batch, length, heads, dim]."""
     turned = (tensor.transpose(1, 2) for tensor in (query, key, value))
@@ -63,6 +75,8 @@ SAID: dict[Callable[..., Tensor], tuple[str, str]] = {
     ),
     no_mask: ("causal", "this is the answer without the causal mask"),
     bottom_right: ("k60 causal", "this is the answer with the causal mask aligned at the bottom right"),
+    next_key: ("causal", "this is the answer with a causal mask that shows each query one key more"),
+    own_key_hidden: ("causal", "this is the answer with a causal mask that shows each query one key fewer"),
     other_layout: (
         "",
         "this is the answer for tensors of the layout [batch, length, heads, dim]: it attends over heads",

@@ -323,6 +323,24 @@ def test_failures_fit_one_screen() -> None:
         "    again: pytest --impl f --case 'b1 h1 q2 k4 d8 float32'",
         "  and 1 more failure, which may follow from this",
     ]
+    # A cause that explains a few checks only does not stand alone.
+    mostly = [judgement(f"a/{n}", 5) for n in range(4)]
+    assert list(failures.one_screen("f", [*mostly, judgement("b/b", 6, "dv is 0 everywhere")])) == [
+        "f is wrong: out in float32; 5 checks failed",
+        "  dv is 0 everywhere",
+        "    in 1 check, float32; the smallest case:",
+        "    again: pytest --impl f --case 'b1 h1 q6 k4 d8 float32'",
+        *(
+            line
+            for n in range(2)
+            for line in (
+                f"  a/{n}: the error of out is 2.0 times the bound",
+                "    in 1 check, float32; the smallest case:",
+                "    again: pytest --impl f --case 'b1 h1 q5 k4 d8 float32'",
+            )
+        ),
+        "  and 2 more failures",
+    ]
 
 
 def test_failures_that_read_alike() -> None:
