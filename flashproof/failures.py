@@ -88,7 +88,7 @@ def one_screen(name: str, failures: Sequence[Judgement]) -> Iterator[str]:
     failed = len({(one.check, one.dtype) for one in failures})
     tensors = _listed(one.tensor for one in failures)
     yield (
-        f"{name} is wrong: {f'{tensors} ' if tensors else ''}in {_listed(one.dtype for one in failures)}; "
+        f"{name} is wrong{f': {tensors}' if tensors else ''} in {_listed(one.dtype for one in failures)}; "
         f"{wording.plural(failed, 'check')} failed"
     )
     alike = causes(failures)

@@ -137,7 +137,7 @@ def _reasons(session: Session) -> str:
     found: Counter[str] = Counter()
     for reason, count in session.reasons.items():
         head, colon, _ = reason.partition(": ")
-        found[head if colon and head in ("refused", "nothing to judge", "not run") else reason] += count
+        found[head if colon and head in ("refused", "nothing to judge") else reason] += count
     if len(found) == 1:
         return next(iter(found))
     return "; ".join(f"{count:,} {reason}" for reason, count in found.most_common())
@@ -212,7 +212,8 @@ def _verdict(session: Session) -> Iterator[Line]:
         if loaded.changed:
             changed = ", ".join(loaded.changed)
             yield Line(f"put back: {loaded.name} changed {changed} when it was imported", "yellow")
-    if len(selection.loaded) <= SHOWN_COVERAGE:
+    stopped = any(reason.startswith("not run") for reason in session.reasons)  # most of the cases were not run
+    if len(selection.loaded) <= SHOWN_COVERAGE and not stopped:
         for loaded in selection.loaded:
             for device, covered in session.covered(loaded).items():
                 yield Line(f"covered: {loaded.name} on {device}: {wording.covered(covered)}")
