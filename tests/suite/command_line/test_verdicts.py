@@ -1,6 +1,9 @@
 """The last lines of a run: what its verdict claims, why checks were left out, and how it groups equal failures."""
 
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +19,7 @@ from flashproof.impls.spec import DTYPES
 from flashproof.registry import checks
 from flashproof.reports.record import Judgement
 from flashproof.signatures import of_callable
+from flashproof.tests.suite.command_line.test_catalogue import ROOT
 from flashproof.tests.suite.command_line.test_cli import KERNELS, SMALL, run
 
 MORE = """
@@ -446,3 +450,13 @@ def test_names_of_checks_are_listed_as_they_are_asked_for(capsys: pytest.Capture
     listing.show_checks()
     said = capsys.readouterr().out
     assert all(f"  {name}: " in said for name in checks())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_a_run_for_a_gpu_without_one_is_no_success() -> None:
+    """Every test is skipped, and pytest alone would call that a success."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", "-q", "tests/determinism"]
+    names = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    ended = subprocess.run(command, cwd=ROOT, env=names, capture_output=True, text=True, check=False)
+    assert ended.returncode == pytest.ExitCode.TESTS_FAILED, ended.stdout
+    assert "nothing was verified: the reasons are above" in ended.stdout
