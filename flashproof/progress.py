@@ -16,8 +16,8 @@ from rich.text import Text
 
 from flashproof import summary
 from flashproof.cases import OF_DOUT, Case
-from flashproof.failures import one_screen
 from flashproof.reports import wording
+from flashproof.reports.causes import one_screen
 from flashproof.reports.evidence import DTYPES, TENSORS, size, worst_rho
 from flashproof.reports.record import Judgement, Record
 from flashproof.running import Watcher

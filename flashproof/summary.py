@@ -12,9 +12,10 @@ import torch
 
 from flashproof import diagnosis, signatures
 from flashproof.cases import not_claimed
-from flashproof.failures import IN_FULL, groups, in_short, told, without_numbers
+from flashproof.failures import IN_FULL, groups, in_short, told
 from flashproof.impls.spec import DTYPES, Implementation
 from flashproof.reports import wording
+from flashproof.reports.causes import without_numbers
 from flashproof.reports.evidence import worst_rho
 from flashproof.session import Session
 from flashproof.targets import Loaded

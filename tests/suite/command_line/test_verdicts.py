@@ -17,6 +17,7 @@ from flashproof import failures, listing, quick, summary
 from flashproof.cases import Case
 from flashproof.impls.spec import DTYPES
 from flashproof.registry import checks
+from flashproof.reports import causes
 from flashproof.reports.record import Judgement
 from flashproof.signatures import of_callable
 from flashproof.tests.suite.command_line.test_catalogue import ROOT
@@ -288,7 +289,7 @@ def test_failures_fit_one_screen() -> None:
         )  # fmt: skip
 
     unknown = [judgement("a/a", 9), judgement("a/b", 9)]
-    assert list(failures.one_screen("f", [*unknown, judgement("a/a", 3)])) == [
+    assert list(causes.one_screen("f", [*unknown, judgement("a/a", 3)])) == [
         "f is wrong: out in float32; 2 checks failed",
         "  a/a: the error of out is 2.0 times the bound",
         "    in 1 check, float32; the smallest case:",
@@ -304,7 +305,7 @@ def test_failures_fit_one_screen() -> None:
         judgement("a/e", 7, "dq is 1.001 times the exact result"),
         judgement("a/d", 6, "this is the answer without the causal mask"),
     ]
-    assert list(failures.one_screen("f", unknown + known)) == [
+    assert list(causes.one_screen("f", unknown + known)) == [
         "f is wrong: out in float32 and float16; 6 checks failed",
         f"  {scale.format(0.2002, 0.2)}",
         "    in 3 checks, float32 and float16; the smallest case:",
@@ -320,7 +321,7 @@ def test_failures_fit_one_screen() -> None:
         judgement("a/f", 2, "dv is 0 everywhere"),
         judgement("a/d", 6, "this is the answer without the causal mask"),
     ]
-    assert list(failures.one_screen("f", of_few)) == [
+    assert list(causes.one_screen("f", of_few)) == [
         "f is wrong: out in float32; 2 checks failed",
         "  dq and dk are 0 everywhere",
         "    in 1 check, float32; the smallest case:",
@@ -329,7 +330,7 @@ def test_failures_fit_one_screen() -> None:
     ]
     # A cause that explains a few checks only does not stand alone.
     mostly = [judgement(f"a/{n}", 5) for n in range(4)]
-    assert list(failures.one_screen("f", [*mostly, judgement("b/b", 6, "dv is 0 everywhere")])) == [
+    assert list(causes.one_screen("f", [*mostly, judgement("b/b", 6, "dv is 0 everywhere")])) == [
         "f is wrong: out in float32; 5 checks failed",
         "  dv is 0 everywhere",
         "    in 1 check, float32; the smallest case:",
