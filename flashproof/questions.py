@@ -75,13 +75,15 @@ def answered(
     failed = {name: answer[name] for name in TENSORS if any(each.tensor == name for each in wrong)}
     if not failed or problem.key.shape[2] == 1 or not all(map(_has_no_nan, failed.values())):
         return ""
-    if zeros := [name for name, tensor in failed.items() if not tensor.any()]:
-        return f"{_are(zeros)} 0 everywhere"
     # A question that is fitted to a wrong answer explains the answer only if it matches much better.
     limit = min(1.0, max(each.worst_rho for each in wrong) / 2.0)
+    zeros = [name for name, tensor in failed.items() if not tensor.any()]
     for other in _others(problem, answer, limit):
-        if met := _met(other, failed, truth, claim):
-            return f"{_subject(met, failed, other)} the answer {other.words}"
+        met = _met(other, failed, truth, claim)
+        if met and (_is_whole(met, failed, other) or not zeros):  # a part may be right for it just because it is 0
+            return f"{'this is' if _is_whole(met, failed, other) else _are(met)} the answer {other.words}"
+    if zeros:
+        return f"{_are(zeros)} 0 everywhere"
     return _multiple(failed, truth, limit) or _coarser(problem, failed, truth)
 
 
@@ -89,11 +91,9 @@ def _has_no_nan(tensor: Tensor) -> bool:
     return not bool(tensor.isnan().any())
 
 
-def _subject(met: list[TensorName], failed: Mapping[TensorName, Tensor], other: _Other) -> str:
-    """The start of the sentence: it names the tensors that match, unless all tensors that can be compared match."""
-    if all(name in met for name in failed if name in other.only):
-        return "this is"
-    return _are(met)
+def _is_whole(met: list[TensorName], failed: Mapping[TensorName, Tensor], other: _Other) -> bool:
+    """Whether all wrong tensors that can be compared match."""
+    return all(name in met for name in failed if name in other.only)
 
 
 def _are(names: Sequence[str]) -> str:

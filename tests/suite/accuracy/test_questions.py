@@ -113,6 +113,17 @@ def failures(kernel: Callable[..., Tensor], line: str, note: str = "") -> tuple[
     return subject.failures, calls
 
 
+def test_a_layout_with_one_head_is_no_gradient_of_zero() -> None:
+    """Each query then sees its own key only. So dQ and dK are 0, and dV is not."""
+    case, claim = Case.parse("b1 h1 q40 k40 d32"), arithmetic_of_callables("float32", "cpu")
+    given, answer = answered(lambda *tensors, **_: other_layout(*tensors), case)
+    truth = judging.exact(case, claim, "cpu")
+    judged = [judging.judge_tensor(answer[name].detach(), name, truth) for name in ALL]  # type: ignore[arg-type]
+    detached = {name: tensor.detach() for name, tensor in answer.items()}
+    words = questions.answered(given.problem(case), detached, judged, truth, claim)  # type: ignore[arg-type]
+    assert words.startswith("this is the answer for tensors of the layout [batch, length, heads, dim]")
+
+
 @pytest.mark.parametrize("kernel", SAID, ids=lambda kernel: kernel.__name__)
 def test_the_first_failure_names_the_question(kernel: Callable[..., Tensor]) -> None:
     line, words = SAID[kernel]
