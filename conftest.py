@@ -13,7 +13,7 @@ import pytest
 from flashproof import pytest_plugin
 
 DEPENDED_ON = ("torch", "cuda", "cudnn", "driver")  # by the times of every run, whatever it loads
-NOTHING_TIMED = pytest.StashKey[bool]()
+NOTHING = pytest.StashKey[str]()  # why a run in which nothing passed is no success
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -49,21 +49,22 @@ def pytest_benchmark_update_machine_info(machine_info: dict[str, object]) -> Non
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A run of benchmarks that times nothing is a failure, and says so, also if everything was skipped."""
+    """Benchmarks that time nothing, and a run for a GPU that verifies nothing, are failures: also if all is skipped."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-    runs = _times(session.config) and not session.config.option.collectonly
+    said = "timed" if _times(session.config) else "verified" if session.config.getoption("markexpr") == "gpu" else ""
+    runs = said and not session.config.option.collectonly
     if runs and ended and reporter and not reporter.stats.get("passed"):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        session.config.stash[NOTHING_TIMED] = True
+        session.config.stash[NOTHING] = f"nothing was {said}: the reasons are above"
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
-    """Says last that nothing was timed."""
+    """Says last that nothing was timed or verified."""
     yield
-    if terminalreporter.config.stash.get(NOTHING_TIMED, False):
-        terminalreporter.write_line("nothing was timed: the reasons are above", red=True)
+    if said := terminalreporter.config.stash.get(NOTHING, ""):
+        terminalreporter.write_line(said, red=True)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,12 +1,9 @@
-"""How several failures are shown: the first in full, the number of others, and what they have in common."""
+"""How several failures are shown: the first in full, and the number of others."""
 
-import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from flashproof.cases import Case
 from flashproof.reports import wording
-from flashproof.reports.evidence import size, worst_rho
+from flashproof.reports.evidence import worst_rho
 from flashproof.reports.record import Judgement
 
 IN_FULL = 3  # failures of each implementation that are shown in full
@@ -45,83 +42,3 @@ def in_short(alike: Sequence[Sequence[Judgement]], most: int = SHOWN) -> Iterato
         yield f"failed: {first.check}, {first.dtype}: {said.partition(chr(10))[0]}{also}"
     if rest := sum(len(group) for group in alike[most:]):
         yield f"and {wording.plural(rest, 'more failure')}"
-
-
-# ----------------------------------------------------------------------------------------------------- in one screen
-
-CAUSES = 3  # the number of causes that are shown for an implementation
-_SCALE = re.compile(r"with a scale of .*\((.*) times as large\)")
-_FACTOR = re.compile(r" is (.*) times the exact result")
-
-
-def causes(failures: Sequence[Judgement]) -> list[list[Judgement]]:
-    """Groups of failures with one cause: the same answered question, or else the same words, or else the same check.
-
-    Groups with a known cause come first. Among the others, the larger groups come first.
-    """
-    found: dict[tuple[str, str], list[Judgement]] = {}
-    factors = {scale[1] for one in failures if (scale := _SCALE.search(one.question))}
-    for one in failures:
-        if one.question:
-            # The scale differs between head dims, but its factor does not. A gradient may show the same factor.
-            by = _SCALE.search(one.question) or _FACTOR.search(one.question)
-            cause = "question", by[1] if by and by[1] in factors else one.question
-        elif one.rho is None and one.message:
-            cause = "words", re.sub(r"\d+", "0", one.message.partition("\n")[0])
-        else:
-            cause = "check", one.check
-        found.setdefault(cause, []).append(one)
-    order = ("question", "words", "check")
-    return [found[cause] for cause in sorted(found, key=lambda cause: (order.index(cause[0]), -len(found[cause])))]
-
-
-def one_screen(name: str, failures: Sequence[Judgement], checks: int) -> Iterator[str]:
-    """What is wrong with an implementation, in a few lines. checks: the number of checks that ran."""
-    failed = len({(one.check, one.dtype) for one in failures})
-    tensors = _listed(one.tensor for one in failures)
-    yield (
-        f"{name} is wrong: {f'{tensors} ' if tensors else ''}in {_listed(one.dtype for one in failures)}; "
-        f"{failed:,} of {wording.plural(checks, 'check')} failed"
-    )
-    alike = causes(failures)
-    explained = [group for group in alike if group[0].question]  # the other failures usually follow from these
-    shown = (explained or alike)[:CAUSES]
-    for group in shown:
-        yield f"  {_cause(group)}"
-        smallest = min(group, key=_work)
-        yield f"    {_extent(group)}; the smallest case:"
-        yield f"      {smallest.case}"
-    if rest := len(failures) - sum(map(len, shown)):
-        yield f"  and {wording.plural(rest, 'more failure')}"
-
-
-def _cause(group: Sequence[Judgement]) -> str:
-    first = next((one for one in group if _SCALE.search(one.question)), group[0])
-    if first.question:
-        return first.question
-    if first.rho is None and first.message:
-        return first.message.partition("\n")[0]
-    worst = max(group, key=lambda one: size(worst_rho(one)))
-    times = wording.rho(worst_rho(worst))
-    return f"{first.check}: the error of {worst.tensor or 'the result'} is {times} times the bound"
-
-
-def _extent(group: Sequence[Judgement]) -> str:
-    """How often, and in which dtypes."""
-    places = {(one.check, one.dtype) for one in group}
-    return f"in {wording.plural(len(places), 'check')}, {_listed(one.dtype for one in group)}"
-
-
-def _listed(words: Iterable[str | None]) -> str:
-    """The different words, in the order of their first use: "out, dq and dk"."""
-    *first, last = dict.fromkeys(word for word in words if word) or [""]
-    return f"{', '.join(first)} and {last}" if first else last
-
-
-def _work(failure: Judgement) -> float:
-    """The size of a case. A text that is not a case counts as larger than every case."""
-    try:
-        case = Case.parse(failure.case)
-    except ValueError:
-        return math.inf
-    return case.batch * case.heads * case.queries * case.keys * case.dim

@@ -84,7 +84,7 @@ class Judged:
     rho: verdict.Rho
     statistical: verdict.Rho | None
     bias: verdict.Bias | None
-    ulps: float | None  # the largest error, in ulps of the tensor's largest number; None for the LSE
+    ulps: float | None  # the largest error, in ulps (`verdict.largest_ulps`); None for the LSE
     certainty: Certainty
     grid: Grid | None = None  # where the errors lie, if rho is above 1
 
@@ -395,7 +395,7 @@ def judge_tensor(actual: Tensor, name: TensorName, truth: Exact) -> Judged:
         rho=rho,
         statistical=of_chance,
         bias=_bias(actual, name, truth) if name in truth.even else None,
-        ulps=None if name == "lse" else verdict.largest_ulps(actual, true),
+        ulps=None if name == "lse" else verdict.largest_ulps(actual, true, bound),
         certainty=truth.certainty,
         grid=None if rho.value <= 1.0 else grid(verdict.ratios(actual, true, bound, error)),
     )

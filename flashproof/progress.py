@@ -16,8 +16,8 @@ from rich.text import Text
 
 from flashproof import summary
 from flashproof.cases import OF_DOUT, Case
-from flashproof.failures import one_screen
 from flashproof.reports import wording
+from flashproof.reports.causes import one_screen
 from flashproof.reports.evidence import DTYPES, TENSORS, size, worst_rho
 from flashproof.reports.record import Judgement, Record
 from flashproof.running import Watcher
@@ -25,6 +25,9 @@ from flashproof.running import Watcher
 INTERVAL = 10.0  # seconds between two lines of progress where the output is no terminal
 REFRESH = 0.1  # seconds between two pictures of the bar
 WIDTH = 140  # where the output is no terminal
+LEGEND = """\
+rho is an error divided by the largest one that the claimed arithmetic can make. Up to 1 passes.
+ulps: the largest error on normal inputs, in units in the last place of the largest number of its tensor."""
 
 
 class Display(Watcher):
@@ -39,7 +42,6 @@ class Display(Watcher):
         self.judged: dict[tuple[str, str, str], Judgement] = {}  # the worst by implementation, tensor, dtype
         self.ulps: dict[tuple[str, str, str], float | str] = {}  # the largest error, likewise
         self.failed: dict[str, set[tuple[str, str]]] = {}  # checks and dtypes, by implementation
-        self.ran: dict[str, set[tuple[str, str]]] = {}  # the same
         self.total = 0
         self.spoken = self.drawn = time.monotonic()
         self.bar = Progress(
@@ -88,13 +90,12 @@ class Display(Watcher):
         """Notes a verdict. Shows the first failure of an implementation at once."""
         if not isinstance(record, Judgement):
             return
-        self.ran.setdefault(record.implementation, set()).add((record.check, record.dtype))
         place = record.implementation, record.tensor or "", record.dtype
         if record.tensor and record.rho is not None and record.status in ("passed", "failed"):
             before = self.judged.get(place)
             if before is None or size(worst_rho(record)) > size(worst_rho(before)):
                 self.judged[place] = record
-            # In other cases a whole tensor may cancel to nearly 0. Then an error of many ulps means nothing.
+            # In other cases an error of many ulps may be right, for example where scores are large.
             if record.ulps is not None and size(record.ulps) > size(self.ulps.get(place)) and _is_normal(record.case):
                 self.ulps[place] = record.ulps
         if record.status == "failed":
@@ -142,23 +143,28 @@ class Display(Watcher):
         if status == pytest.ExitCode.INTERRUPTED:
             self.console.print("interrupted; this was found so far:", style="yellow")
         names = list(dict.fromkeys([*(name for name, _, _ in self.judged), *self.failed]))
+        verdict = summary.verdict(self.session)
+        if names and not self.failed:
+            self._print(verdict)
         for name in names:
             self._conclude(name)
-        lines = [*summary.last_lines(self.session), *summary.places(self.session), summary.verdict(self.session)]
-        for line in lines:
-            self.console.print(line.text, style=line.color or None, markup=False)
+        for line in (*summary.last_lines(self.session), *summary.places(self.session), verdict):
+            self._print(line)
+
+    def _print(self, line: summary.Line) -> None:
+        self.console.print(line.text, style=line.color or None, markup=False)
 
     def _conclude(self, name: str) -> None:
         failures = [one for one in self.session.failures if one.implementation == name] if self.session else []
         if failures:
-            for line in one_screen(name, failures, len(self.ran[name])):
+            for line in one_screen(name, failures):
                 self.console.print(line, style="red", markup=False)
         figures = {(tensor, dtype): one for (of, tensor, dtype), one in self.judged.items() if of == name}
         dtypes = [dtype for dtype in DTYPES if any(dtype == other for _, other in figures)]
         if figures:
-            title = f"{name}: the largest rho, and the largest error on normal inputs in ulps"
+            title = f"{name}: the largest rho, and the largest error in ulps"
             table = Table(box=box.SIMPLE, title=title, title_justify="left", title_style="")
-            for column in ("", *dtypes):
+            for column in ("", *(f"{dtype}\nrho   ulps" for dtype in dtypes)):
                 table.add_column(column, justify="right" if column else "left")
             shown = [tensor for tensor in TENSORS if any((tensor, dtype) in figures for dtype in dtypes)]
             for tensor in shown:
@@ -170,7 +176,10 @@ class Display(Watcher):
                 ]
                 table.add_row(tensor, *cells)
             self.console.print(table)
+            if len({of for of, _, _ in self.judged}) == 1:
+                self.console.print(LEGEND, markup=False)
             if not failures and len({of for of, _, _ in self.judged}) == 1:  # otherwise the failures name their cases
+                self.console.print("The cases with the largest rho:")
                 for tensor in shown:
                     of_tensor = [one for (of, _), one in figures.items() if of == tensor]
                     worst = max(of_tensor, key=lambda one: size(worst_rho(one)))

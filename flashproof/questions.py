@@ -1,5 +1,7 @@
 """Finds the other question that a wrong answer is right for: another scale, mask, layout, or order of the arguments.
 
+If there is none, it looks for a coarser arithmetic that explains the errors (`coarser`).
+
 Kernels and their callers often confuse two questions. The answer is then right, but for the wrong problem. The name of
 that problem helps more than the place of an error. The first failure of a check (`subject`) and
 `flashproof.judge` (`accuracy`) use this module.
@@ -12,11 +14,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from flashproof import judging
+from flashproof import coarser, judging
 from flashproof.calling import GRADIENTS, TENSORS, TensorName
+from flashproof.impls.shapes import Bool, Int
 from flashproof.impls.spec import Alignment, Arithmetic
 from flashproof.judging import Exact, Judged
-from flashproof.oracles.masks import Dropout, Mask
+from flashproof.oracles.masks import Dropout, Mask, Which
+from flashproof.oracles.naive import Attention
 from flashproof.oracles.problem import Problem
 from flashproof.reports import wording
 
@@ -40,6 +44,21 @@ class _Other:
     limit: float = 1.0  # the largest rho
 
 
+@dataclass(frozen=True, eq=False)
+class _Shifted(Mask):
+    """A causal mask in which each query sees what the query `shift` rows below it should see."""
+
+    shift: int = 0
+
+    def visible(
+        self, batch: Which, head: Which, rows: Int[Tensor, " rows"], keys: int | None = None
+    ) -> Bool[Tensor, "*heads rows keys"]:
+        return super().visible(batch, head, rows + self.shift, keys)
+
+    def last_seen(self, stop: int) -> int:
+        return super().last_seen(stop + self.shift)
+
+
 def answered(
     problem: Problem,
     answer: Mapping[TensorName, Tensor],
@@ -58,27 +77,33 @@ def answered(
         return ""
     # A question that is fitted to a wrong answer explains the answer only if it matches much better.
     limit = min(1.0, max(each.worst_rho for each in wrong) / 2.0)
+    zeros = [name for name, tensor in failed.items() if not tensor.any()]
     for other in _others(problem, answer, limit):
-        if met := _met(other, failed, truth, claim):
-            return f"{_subject(met, failed, other)} the answer {other.words}"
-    return _multiple(failed, truth, limit)
+        met = _met(other, failed, truth, claim)
+        if met and (_is_whole(met, failed, other) or not zeros):  # a part may be right for it just because it is 0
+            return f"{'this is' if _is_whole(met, failed, other) else _are(met)} the answer {other.words}"
+    if zeros:
+        return f"{_are(zeros)} 0 everywhere"
+    return _multiple(failed, truth, limit) or _coarser(problem, failed, truth)
 
 
 def _has_no_nan(tensor: Tensor) -> bool:
     return not bool(tensor.isnan().any())
 
 
-def _subject(met: list[TensorName], failed: Mapping[TensorName, Tensor], other: _Other) -> str:
-    """The start of the sentence: it names the tensors that match, unless all tensors that can be compared match."""
-    if all(name in met for name in failed if name in other.only):
-        return "this is"
-    return _are(met)
+def _is_whole(met: list[TensorName], failed: Mapping[TensorName, Tensor], other: _Other) -> bool:
+    """Whether all wrong tensors that can be compared match."""
+    return all(name in met for name in failed if name in other.only)
 
 
 def _are(names: Sequence[str]) -> str:
     """Names as the subject of a sentence: "out is", "out, dq and dk are"."""
+    return f"{_listed(names)} {'are' if len(names) > 1 else 'is'}"
+
+
+def _listed(names: Sequence[str]) -> str:
     *first, last = names
-    return f"{', '.join(first)} and {last} are" if first else f"{last} is"
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _met(other: _Other, failed: Mapping[TensorName, Tensor], truth: Exact, claim: Arithmetic) -> list[TensorName]:
@@ -145,6 +170,10 @@ def _others(problem: Problem, answer: Mapping[TensorName, Tensor], limit: float)
             )
         if not mask.causal and queries == mask.keys:
             break  # the two alignments are one mask
+    if mask.causal and mask.blocks is None:
+        for shift, words in ((1, "one key more"), (-1, "one key fewer")):
+            shifted = _Shifted(queries, mask.keys, mask.causal, shift=shift)
+            yield _Other(f"with a causal mask that shows each query {words}", replace(problem, mask=shifted))
     if mask.blocks is not None:
         yield _Other("without the block mask", replace(problem, mask=replace(mask, blocks=None)))
     if problem.dropout.p:
@@ -245,3 +274,11 @@ def _multiple(failed: Mapping[TensorName, Tensor], truth: Exact, limit: float) -
             words += ", which makes it a logarithm to base 2"
         said.setdefault(words, []).append(name)
     return "; ".join(f"{_are(names)} {words}" for words, names in said.items())
+
+
+def _coarser(problem: Problem, failed: Mapping[TensorName, Tensor], truth: Exact) -> str:
+    """The coarser arithmetic whose errors wrong tensors have, in words."""
+    one = _of_one_key_head(problem)
+    exact = Attention(*(_part(one, name, getattr(truth.answer, name)) for name in TENSORS))
+    names, words = coarser.errors_of(one, {name: _part(one, name, tensor) for name, tensor in failed.items()}, exact)
+    return f"{_listed(names)} {'have' if len(names) > 1 else 'has'} the errors of {words}" if names else ""

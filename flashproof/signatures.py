@@ -69,11 +69,8 @@ def parameters_of(attention: Callable[..., object]) -> list[Kind]:
     return []
 
 
-def never_given(implementation: Implementation) -> str:
-    """The parameters of a bare callable that flashproof never passes, and how to rename those with a known meaning.
-
-    Empty if there are none.
-    """
+def never_given(implementation: Implementation) -> list[str]:
+    """The parameters of a bare callable that flashproof never passes."""
     parameters = parameters_of(implementation.attention)[3:] if implementation.bare else []
     supports, given = implementation.supports, set(wrapping.NEUTRAL)
     if not supports.dropout:
@@ -82,12 +79,13 @@ def never_given(implementation: Implementation) -> str:
         given.discard("causal_alignment")
     nameless = (Kind.VAR_POSITIONAL, Kind.VAR_KEYWORD)
     never = [p for p in parameters if p.kind not in nameless]
-    never = [p for p in never if p.name not in given or p.kind is Kind.POSITIONAL_ONLY]
-    if not never:
-        return ""
-    words = f"{', '.join(p.name for p in never)} (parameters of {implementation.name})"
-    known = [f"{p.name} to {wrapping.KNOWN_AS[p.name]}" for p in never if p.name in wrapping.KNOWN_AS]
-    return f"{words}; rename {' and '.join(known)} to have this verified" if known else words
+    return [p.name for p in never if p.name not in given or p.kind is Kind.POSITIONAL_ONLY]
+
+
+def renaming(never: list[str]) -> str:
+    """How to rename parameters that are never passed and have a known meaning. Empty if there are none."""
+    known = [f"{name} to {wrapping.KNOWN_AS[name]}" for name in never if name in wrapping.KNOWN_AS]
+    return f"; rename {' and '.join(known)} to have this verified" if known else ""
 
 
 def _no_function(given: object) -> str | None:

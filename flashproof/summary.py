@@ -15,6 +15,7 @@ from flashproof.cases import not_claimed
 from flashproof.failures import IN_FULL, groups, in_short, told
 from flashproof.impls.spec import DTYPES, Implementation
 from flashproof.reports import wording
+from flashproof.reports.causes import without_numbers
 from flashproof.reports.evidence import worst_rho
 from flashproof.session import Session
 from flashproof.targets import Loaded
@@ -28,7 +29,7 @@ class Line(NamedTuple):
     """A line for the terminal."""
 
     text: str
-    color: str = ""  # "red", "yellow" or none
+    color: str = ""  # "red", "yellow", "green" or none
 
 
 def unverified(session: Session) -> list[str]:
@@ -73,10 +74,11 @@ def verdict(session: Session) -> Line:
     A check counts once for each dtype and device. Only a run that nothing narrows verifies an implementation.
     """
     narrowed, forward = narrowing(session), forward_only(session)
+    unused = list(dict.fromkeys(parameter for never in _never_given(session).values() for parameter in never))
     ended, whole = session.outcomes.total(), session.selection.whole()
     is_part = (narrowed or ended < whole) and not session.has_paths  # a path may hold checks of the user's own
     of = f" of {whole:,}" if is_part else ""
-    words = f"{_claim(session)}: {ended:,}{of} {'check' if (whole if of else ended) == 1 else 'checks'}"
+    words = f"{_claim(session, unused)}: {ended:,}{of} {'check' if (whole if of else ended) == 1 else 'checks'}"
     words += f", narrowed by {', '.join(narrowed)}" if narrowed else ""
     counts = [f"{session.outcomes[key]:,} {how}" for key, how in ENDS.items() if session.outcomes[key]]
     words += f": {', '.join(counts)}" if counts else ""
@@ -85,11 +87,13 @@ def verdict(session: Session) -> Line:
         cases = wording.plural(sum(len(session.without_gradient[pair]) for pair in forward), "case")
         words += f"; {cases} refused a backward, and no gradient was judged"
         words += f" of {_listed(forward)}" if session.passed_in - set(forward) else ""
-    return Line(words, "green" if session.status == pytest.ExitCode.OK else "red")
+    if session.status != pytest.ExitCode.OK:
+        return Line(words, "red")
+    return Line(words, "yellow" if unused or forward else "green")
 
 
-def _claim(session: Session) -> str:
-    """The first words of a verdict."""
+def _claim(session: Session, unused: list[str]) -> str:
+    """The first words of a verdict. unused: the parameters that no call was given."""
     of_others = session.status == pytest.ExitCode.TESTS_FAILED and session.others and not session.outcomes["failed"]
     if session.status != pytest.ExitCode.OK and not of_others:
         return "not verified"
@@ -98,10 +102,10 @@ def _claim(session: Session) -> str:
         said = "nothing passed, and every failure is known"
     if session.clock:
         said = "no fault found by a quick run"
-    if not (forward := forward_only(session)):
-        return said
-    scope = "in part forward only" if session.passed_in - set(forward) else "forward only"
-    return f"{said}, {scope}" if session.clock else f"{said} {scope}"
+    if forward := forward_only(session):
+        scope = "in part forward only" if session.passed_in - set(forward) else "forward only"
+        said += f", {scope}" if session.clock else f" {scope}"
+    return f"{said}, without the parameter{'s' * (len(unused) > 1)} {', '.join(unused)}" if unused else said
 
 
 def narrowing(session: Session) -> list[str]:
@@ -134,7 +138,7 @@ def _reasons(session: Session) -> str:
     found: Counter[str] = Counter()
     for reason, count in session.reasons.items():
         head, colon, _ = reason.partition(": ")
-        found[head if colon and head in ("refused", "nothing to judge", "not run") else reason] += count
+        found[head if colon and head in ("refused", "nothing to judge") else reason] += count
     if len(found) == 1:
         return next(iter(found))
     return "; ".join(f"{count:,} {reason}" for reason, count in found.most_common())
@@ -181,7 +185,7 @@ def places(session: Session) -> Iterator[Line]:
 
         evidence = gather(sorted(folder.glob("*.jsonl")), damaged)
         index = write_pages(evidence, session.site)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         yield Line(f"report:  not written: {error.name} is not installed (pip install 'flashproof[report]')", "yellow")
         return
     except (OSError, ValueError) as error:  # the verdict of the run stands
@@ -209,10 +213,11 @@ def _verdict(session: Session) -> Iterator[Line]:
         if loaded.changed:
             changed = ", ".join(loaded.changed)
             yield Line(f"put back: {loaded.name} changed {changed} when it was imported", "yellow")
-    if len(selection.loaded) <= SHOWN_COVERAGE:
+    stopped = any(reason.startswith("not run") for reason in session.reasons)  # most of the cases were not run
+    if len(selection.loaded) <= SHOWN_COVERAGE and not stopped:
         for loaded in selection.loaded:
             for device, covered in session.covered(loaded).items():
-                yield Line(f"covered: {loaded.name} on {device}, {wording.covered(covered)}")
+                yield Line(f"covered: {loaded.name} on {device}: {wording.covered(covered)}")
 
 
 def _external(session: Session) -> list[Loaded]:
@@ -223,6 +228,16 @@ def _external(session: Session) -> list[Loaded]:
         for loaded in (selection.loaded if not selection.cases else ())
         if loaded.is_external and loaded.implementation and loaded.name not in left_out
     ]
+
+
+def _never_given(session: Session) -> dict[str, list[str]]:
+    """The parameters of each external kernel that no call was given."""
+    found = {
+        loaded.name: signatures.never_given(loaded.implementation)
+        for loaded in _external(session)
+        if loaded.implementation
+    }
+    return {name: never for name, never in found.items() if never}
 
 
 def lacking(session: Session) -> dict[str, list[str]]:
@@ -238,9 +253,8 @@ def _doubts(session: Session) -> list[Line]:
     """
     color, left_out = "red" if session.strict else "yellow", {name for name, _ in session.left_out}
     found = [
-        f"never given: {never}"
-        for loaded in _external(session)
-        if loaded.implementation and (never := signatures.never_given(loaded.implementation))
+        f"never given: {', '.join(never)} (parameters of {name}){signatures.renaming(never)}"
+        for name, never in _never_given(session).items()
     ]
     for (name, words), dtypes in _refusals(session).items():
         if name not in left_out:  # otherwise another line says it
@@ -252,10 +266,15 @@ def _doubts(session: Session) -> list[Line]:
 
 
 def _refusals(session: Session) -> dict[tuple[str, str], dict[str, int]]:
-    """How often an implementation refused in each dtype, by the message of the first refusal."""
+    """How often an implementation refused in each dtype, by the message of the first refusal.
+
+    Messages that differ only in their numbers count as one.
+    """
     found: dict[tuple[str, str], dict[str, int]] = {}
+    first: dict[tuple[str, str], str] = {}
     for (name, dtype), said in session.refused.items():
-        found.setdefault((name, said[0]), {})[dtype] = len(said)
+        words = first.setdefault((name, without_numbers(said[0])), said[0])
+        found.setdefault((name, words), {})[dtype] = len(said)
     return found
 
 

@@ -255,13 +255,20 @@ def ulps(actual: Tensor, exact: Float[Tensor, "..."]) -> Tensor:
     return (actual.to(torch.float64) - exact).abs() / _last_place(exact.abs(), actual.dtype)
 
 
-def largest_ulps(actual: Tensor, exact: Float[Tensor, "..."]) -> float:
+def largest_ulps(actual: Tensor, exact: Float[Tensor, "..."], bound: Float[Tensor, "..."]) -> float | None:
     """The largest error of a tensor, in units in the last place of its largest exact number.
 
-    In its own units, an element that cancels to nearly 0 has a large error in a right kernel, too. The result is NaN or
-    inf if a number is not finite.
+    In its own units, an element that cancels to nearly 0 has a large error in a right kernel, too. A whole tensor may
+    cancel: with equal values, dQ and dK are 0. Then a count of ulps says nothing either. The result is None if the
+    bound reaches the largest exact number, so that no digit of this number is certain. It is NaN or inf if a number of
+    the answer is not finite.
     """
-    return float((actual.to(torch.float64) - exact).abs().max() / _last_place(exact.abs().max(), actual.dtype))
+    size = exact.abs()
+    place = size.flatten().argmax()
+    largest, allowed = size.flatten()[place], bound.flatten()[place]
+    error = (actual.to(torch.float64) - exact).abs().max()
+    ulps = error / _last_place(largest, actual.dtype)
+    return float(ulps) if bool(allowed < largest) else None
 
 
 def _last_place(size: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,8 +3,8 @@
 A run ends with a manifest (`record.Manifest`), which holds a checksum of all its lines and a mark of each. A file of
 several sealed runs is a bundle too, so bundles can be joined by `cat`.
 
-A seal is no signature: whoever changes a line can also write a new seal. `flashproof.checking` finds what a forger can
-not make right: figures that do not follow from their case, and cases that are missing.
+A seal is no signature. Anyone who changes a line can also write a new seal. `flashproof.checking` finds what a forger
+cannot make right: figures that do not follow from their case, and cases that are missing.
 """
 
 import gzip
@@ -41,16 +41,16 @@ class Run:
         return self.manifest.run if self.manifest else self.records[0].run
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the seal, with file and line. Empty if nothing was changed since the run was sealed."""
+        """What is wrong with the seal, with file and line. Nothing if no line changed since the run was sealed."""
         seal = self.manifest
         if seal is None:
             yield (
-                f"{self.path}: run {self.name!r} is not sealed; it did not end, or its last line is missing "
+                f"{self.path}: run {self.name!r} is not sealed; the run did not end, or its last line is missing "
                 "(`flashproof bundle` seals the records of a run)"
             )
             return
-        if strangers := [number for number, record in self._numbered() if record.run != seal.run]:
-            yield f"{self.path}, {_listed(strangers)}: of another run than the manifest, {seal.run!r}"
+        if others := [number for number, record in self._numbered() if record.run != seal.run]:
+            yield f"{self.path}, {_listed(others)}: of another run than the manifest, {seal.run!r}"
         marks = [seal.marks[start : start + MARK] for start in range(0, len(seal.marks), MARK)]
         own = [_mark(line) for line in self.lines]
         if len(own) != seal.lines or len(marks) != seal.lines:
@@ -138,9 +138,9 @@ def runs(path: Path) -> list[Run]:
 
 
 def pack(paths: Iterable[Path], output: Path) -> list[Run]:
-    """Writes a bundle of all runs in some record files. Runs without a seal are sealed; nobody knows their case set.
+    """Writes a bundle of all runs in some record files. Runs without a seal are sealed; their case set is unknown.
 
-    A file whose name ends in .gz is packed. Returns the runs. Raises as `runs` does, and ValueError for a run whose
+    A file whose name ends in .gz is compressed. Returns the runs. Raises as `runs` does, and ValueError for a run whose
     seal does not fit.
     """
     found = [run for path in paths for run in runs(path)]

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from flashproof.reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, size
+from flashproof.reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, in_ulps, size
 
 SHARED_CASES = 8  # an implementation that leaves fewer common cases has no figures on common cases
 
@@ -18,7 +18,8 @@ SHARED_CASES = 8  # an implementation that leaves fewer common cases has no figu
 class Spread:
     """The errors on the common cases: for each case its largest error.
 
-    absolute, ulps: the largest and the median. ulps is None for the LSE, and where the records do not hold it.
+    absolute, ulps: the largest and the median. ulps leaves out the cases in which a judgement has no figure in ulps. It
+    is None if that is every case, as with the LSE.
     """
 
     cases: int
@@ -57,11 +58,14 @@ def _of_tensor(evidence: Evidence, dtype: str, tensor: str) -> list[Row]:
                 groups.setdefault((kernel.name, judged.machine), (kernel, []))[1].append(judged)
     common = _common({place: own for place, (_, own) in groups.items()})
     worst = {place: max(own, key=lambda judged: size(judged.rho)) for place, (_, own) in groups.items()}
+    without = {
+        judged.judgement.case for _, own in groups.values() for judged in own if in_ulps(judged.judgement) is None
+    }
     alike = _alike(worst)
     rows = []
     for (name, machine), (kernel, own) in groups.items():
-        ulps = [size(judged.judgement.ulps) for judged in own if judged.judgement.ulps is not None]
-        spread = _spread(own, common[name, machine])
+        ulps = [figure for judged in own if (figure := in_ulps(judged.judgement)) is not None]
+        spread = _spread(own, common[name, machine], without)
         rows.append(
             Row(
                 kernel,
@@ -95,19 +99,19 @@ def _common(groups: dict[tuple[str, Machine], list[Judged]]) -> dict[tuple[str, 
     return {place: shared if place in taking and len(taking) > 1 else set() for place in groups}
 
 
-def _spread(own: list[Judged], common: set[str]) -> Spread | None:
+def _spread(own: list[Judged], common: set[str], without: set[str]) -> Spread | None:
+    """The errors on the common cases. without: cases in which a judgement of some implementation has no ulps."""
     absolute: defaultdict[str, float] = defaultdict(float)
     ulps: defaultdict[str, float] = defaultdict(float)
     for judged in own:
         one = judged.judgement
         if one.case in common and one.worst:
             absolute[one.case] = max(absolute[one.case], size(one.worst.error))
-            if one.ulps is not None:
-                ulps[one.case] = max(ulps[one.case], size(one.ulps))
+            if one.case not in without:
+                ulps[one.case] = max(ulps[one.case], in_ulps(one) or 0.0)
     if not absolute:
         return None
-    whole = len(ulps) == len(absolute)
-    return Spread(len(absolute), _extent(absolute.values()), _extent(ulps.values()) if whole else None)
+    return Spread(len(absolute), _extent(absolute.values()), _extent(ulps.values()) if ulps else None)
 
 
 def _extent(figures: Iterable[float]) -> tuple[float, float]:

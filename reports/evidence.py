@@ -65,6 +65,21 @@ class Machine:
         return self.name or f"no {self.kind.upper()} device"
 
 
+NO_DIGIT = {"float32": 2.0**24, "float16": 2.0**11, "bfloat16": 2.0**8}  # ulps: more than the number itself
+
+
+def in_ulps(judgement: Judgement) -> float | None:
+    """The largest error in ulps (`Judgement.ulps`). None if there is no such figure.
+
+    Older records also have a figure where a tensor cancels to nearly 0. There, an error passes although it is larger
+    than the largest number of the tensor. Such a figure is left out.
+    """
+    if judgement.ulps is None:
+        return None
+    found = size(judgement.ulps)
+    return None if judgement.status == "passed" and found > NO_DIGIT.get(judgement.dtype, math.inf) else found
+
+
 @dataclass(frozen=True)
 class Judged:
     """A judgement, and the machine that it was made on."""

@@ -1,8 +1,9 @@
 """`python -m flashproof.reports.github RECORDS` tells GitHub Actions what a run found.
 
 It writes a summary in Markdown, which GitHub shows on the page of the workflow run. The summary gives the verdict, then
-the failures, the worst first. It prints annotations, which GitHub shows beside the source of the kernel, and writes the
-same failures as SARIF. It also accepts the records of a run that died, and a run without records.
+the causes of failures, then the failures, the worst first. It prints annotations, which GitHub shows beside the source
+of the kernel, and writes the same failures as SARIF. It also accepts the records of a run that died, and a run without
+records.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flashproof.reports import sarif, wording
+from flashproof.reports.causes import one_screen
 from flashproof.reports.checks import sentences
 from flashproof.reports.evidence import DTYPES, TENSORS, size, without_a_gpu, worst_rho
 from flashproof.reports.record import Absence, Claim, Environment, Judgement, Record, read
@@ -108,7 +110,14 @@ def summary(found: Found, log: str = "", report: str = "") -> str:
     log: what the run printed. Its end is shown if there is no verdict.
     report: the address of the report, if there is one.
     """
-    sections = [*_verdict(found, log), *_failures(found), *_figures(found), *_rest(found), *_origin(found, report)]
+    sections = [
+        *_verdict(found, log),
+        *_causes(found),
+        *_failures(found),
+        *_figures(found),
+        *_rest(found),
+        *_origin(found, report),
+    ]
     cut = "The summary is cut here. The records hold the rest."
     room = LIMIT - len(cut) - 2
     shown: list[str] = []
@@ -134,6 +143,16 @@ def _verdict(found: Found, log: str) -> Iterator[str]:
     if lines := log.strip().splitlines()[-TAIL:]:
         yield "The last lines of its log:"
         yield _block("\n".join(lines))
+
+
+def _causes(found: Found) -> Iterator[str]:
+    """What is wrong with each implementation, as the command says it at the end of a run."""
+    failed: dict[str, list[Judgement]] = {}
+    for one in found.judgements:
+        if one.status == "failed":
+            failed.setdefault(one.implementation, []).append(one)
+    for name, failures in list(failed.items())[:KERNELS]:
+        yield _block("\n".join(one_screen(name, failures)))
 
 
 def _failures(found: Found) -> Iterator[str]:

@@ -10,7 +10,17 @@ from markupsafe import Markup
 
 from flashproof.impls.catalogue import STANDARD
 from flashproof.reports import badges, casefile, charts, claims, front, overview, tables, throughput, wording
-from flashproof.reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, dtype_order, severity, size
+from flashproof.reports.evidence import (
+    TENSORS,
+    Evidence,
+    Judged,
+    Kernel,
+    Machine,
+    dtype_order,
+    in_ulps,
+    severity,
+    size,
+)
 from flashproof.reports.record import FIRST_POWER, Environment, TensorName
 from flashproof.reports.speed import Timing
 
@@ -279,12 +289,8 @@ def _histograms(kernel: Kernel) -> list[tuple[str, str, Markup, int]]:
     found = []
     for machine in [machine for machine in kernel.machines if machine not in counted]:
         for dtype in sorted({j.judgement.dtype for j in kernel.judged}, key=dtype_order):
-            ulps = [
-                size(j.judgement.ulps)
-                for j in kernel.judged
-                if (j.machine, j.judgement.dtype) == (machine, dtype) and j.judgement.ulps is not None
-            ]
-            finite = [value for value in ulps if 0 < value < math.inf]
+            own = [j.judgement for j in kernel.judged if (j.machine, j.judgement.dtype) == (machine, dtype)]
+            finite = [value for value in map(in_ulps, own) if value is not None and 0 < value < math.inf]
             if len(finite) < 2:
                 continue
             low, high = -4, min(12, max(4, math.ceil(math.log2(max(finite)))))

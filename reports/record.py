@@ -131,7 +131,8 @@ class Judgement(msgspec.Struct, tag="judgement", kw_only=True, frozen=True, gc=F
     bias_allowance: float | None = None  # the largest |bias| - 4 bias_error that passes
     rms: float | str | None = None  # root mean square of the errors / its expectation for the claimed arithmetic
     rms_error: float | None = None  # the standard error of the square of rms
-    # The largest error, in units in the last place of the largest exact number of the tensor. None for the LSE.
+    # The largest error, in units in the last place of the largest exact number of the tensor. None for the LSE, and if
+    # the bound reaches that number, as it does where the whole tensor cancels to nearly 0.
     ulps: float | str | None = None
     # How the exact value is known. "certified": it is enclosed in a ball. "bounded": it was computed in float64, with a
     # bound on its error. "sampled": the same, and rows were compared with balls.

@@ -176,13 +176,12 @@ def stem(name: str) -> str:
 
 def covered(found: Covered) -> str:
     """The coverage of the cases of a run, in words."""
-    pairs = "all" if found.pairs == found.possible_pairs else f"{found.pairs} of"
+    pairs = "all" if found.pairs == found.possible_pairs else f"{found.pairs:,} of the"
     share = 100.0 * found.triples / max(1, found.possible_triples)
-    left_out = [f"{found.forbidden} pairs are not claimed"] if found.forbidden else []
-    left_out += [f"{found.no_room} are too large for the run"] if found.no_room else []
+    too_large = f"; {found.no_room:,} pairs need larger cases than the run allows" if found.no_room else ""
     return (
-        f"{pairs} {found.possible_pairs} pairs of levels and {share:.0f} % of the triples in {found.cases} cases"
-        + "".join(f"; {words}" for words in left_out)
+        f"{found.cases:,} cases hold {pairs} {found.possible_pairs:,} pairs of properties (a head dim, a layout ...) "
+        f"that the claims allow, and {share:.0f} % of the triples{too_large}"
     )
 
 

@@ -5,7 +5,7 @@ leaves no other result. In 16 bit, this holds for an element whose exact value i
 in float32 cannot bring the result near the midpoint to a neighbouring number (`bounds.rounds_to`).
 
 In float32, only the bound applies, since legitimate roundings fill the last place. For example, exp(0) may be an ulp
-off. A sum that is normalised at each step, or merged from splits, is divided by counts like 192.
+off. A kernel that normalises at each step, or merges splits, divides by counts like 192.
 """
 
 import math
@@ -29,7 +29,7 @@ from flashproof.tests.properties.probing import (
     over_groups,
 )
 
-# The keys are few or do not fill a tile. So one key too many or too few moves the mean far outside its bound.
+# There are few keys, or they do not fill a tile. So one key too many or too few moves the mean far outside its bound.
 FEW = "b1 h4/2 q20 k16 d32\nb1 h1 q40 k64 d64\nb1 h1 q70 k70 d40 causal"
 
 
@@ -66,7 +66,7 @@ def test_uniform(subject: Subject) -> None:
             expect_exact(subject, case, "dv", answer["dv"], share.expand(given.value.shape), before.dv, what)
 
 
-# These head dims are large enough for distinct codes that are far apart.
+# With these head dims, the codes are distinct and far apart.
 CODES = "b2 h1 q70 k70 d64\nb1 h4/2 q40 k66 d64\nb1 h1 q70 k70 d64 causal"
 
 

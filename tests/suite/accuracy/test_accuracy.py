@@ -393,3 +393,18 @@ def test_elements_are_counted_by_their_ulps() -> None:
         [2, LAST_POWER],
         [3, LAST_POWER],
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tensor_that_cancels_has_no_figure_in_ulps(dtype: Dtype) -> None:
+    """If all values are equal, dQ and dK are 0. The rounding errors of a right kernel are no ulps of that."""
+    case = Case.parse(f"b1 h2 q40 k40 d32 {dtype} full normal v.equal seed0")
+    truth = judging.exact(case, arithmetic_of_callables(dtype, "cpu"), "cpu")
+    _, answer = answered(sdpa, case)
+    found = {name: judging.judge_tensor(answer[name].detach(), name, truth).ulps for name in ("out", "dq", "dk", "dv")}
+    assert {name: figure is None for name, figure in found.items()} == {
+        "out": False,
+        "dq": True,
+        "dk": True,
+        "dv": False,
+    }

@@ -44,6 +44,18 @@ def bottom_right(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool =
     return SDPA(query, key, value, attn_mask=seen if is_causal else None)
 
 
+def next_key(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Shows each query the key after its own, too."""
+    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(1)
+    return SDPA(query, key, value, attn_mask=seen if is_causal else None)
+
+
+def own_key_hidden(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Hides the last key that each query should see. The first query sees none, and its output is 0."""
+    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(-1)
+    return SDPA(query, key, value, attn_mask=seen if is_causal else None)
+
+
 def other_layout(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
     """Reads its tensors as [batch, length, heads, dim]."""
     turned = (tensor.transpose(1, 2) for tensor in (query, key, value))
@@ -63,6 +75,8 @@ SAID: dict[Callable[..., Tensor], tuple[str, str]] = {
     ),
     no_mask: ("causal", "this is the answer without the causal mask"),
     bottom_right: ("k60 causal", "this is the answer with the causal mask aligned at the bottom right"),
+    next_key: ("causal", "this is the answer with a causal mask that shows each query one key more"),
+    own_key_hidden: ("causal", "this is the answer with a causal mask that shows each query one key fewer"),
     other_layout: (
         "",
         "this is the answer for tensors of the layout [batch, length, heads, dim]: it attends over heads",
@@ -99,6 +113,17 @@ def failures(kernel: Callable[..., Tensor], line: str, note: str = "") -> tuple[
     return subject.failures, calls
 
 
+def test_a_layout_with_one_head_is_no_gradient_of_zero() -> None:
+    """Each query then sees its own key only. So dQ and dK are 0, and dV is not."""
+    case, claim = Case.parse("b1 h1 q40 k40 d32"), arithmetic_of_callables("float32", "cpu")
+    given, answer = answered(lambda *tensors, **_: other_layout(*tensors), case)
+    truth = judging.exact(case, claim, "cpu")
+    judged = [judging.judge_tensor(answer[name].detach(), name, truth) for name in ALL]  # type: ignore[arg-type]
+    detached = {name: tensor.detach() for name, tensor in answer.items()}
+    words = questions.answered(given.problem(case), detached, judged, truth, claim)  # type: ignore[arg-type]
+    assert words.startswith("this is the answer for tensors of the layout [batch, length, heads, dim]")
+
+
 @pytest.mark.parametrize("kernel", SAID, ids=lambda kernel: kernel.__name__)
 def test_the_first_failure_names_the_question(kernel: Callable[..., Tensor]) -> None:
     line, words = SAID[kernel]
@@ -122,6 +147,8 @@ def test_what_a_check_says_stands_beside_the_question() -> None:
         ({"out": "no mask", "dq": "no mask", "dv": "noise"}, "out and dq are the answer without the causal mask"),
         ({"out": "no mask", "dk": "noise"}, "out is the answer without the causal mask"),
         ({"dq": "doubled", "dk": "noise"}, "dq is 2 times the exact result"),
+        ({"dq": "zero", "dk": "zero", "dv": "zero"}, "dq, dk and dv are 0 everywhere"),
+        ({"dk": "zero", "dv": "noise"}, "dk is 0 everywhere"),
         ({"dk": "noise"}, ""),
         ({}, ""),
     ],
@@ -133,7 +160,8 @@ def test_tensors_that_answer_another_question_are_told_from_others(wrong: dict[A
     unmasked = answered(lambda *tensors, **keywords: sdpa(*tensors, **keywords | {"is_causal": False}), case)[1]
     answer = {name: tensor.detach() for name, tensor in right.items()}
     for name, kind in wrong.items():
-        changes = {"no mask": unmasked[name], "doubled": 2.0 * right[name], "noise": torch.randn(right[name].shape)}
+        changes = {"no mask": unmasked[name], "doubled": 2.0 * right[name], "zero": 0.0 * right[name]}
+        changes["noise"] = torch.randn(right[name].shape)
         answer[name] = changes[kind].detach()
     claim = arithmetic_of_callables("float32", "cpu")
     truth = judging.exact(case, claim, "cpu")
@@ -153,7 +181,7 @@ def test_a_row_of_few_keys_reads_well(line: str, query: int, words: str) -> None
 @pytest.mark.parametrize(
     ("line", "name", "wrong"),
     [
-        ("q40 k70 d32 causal shift-250000 seed3", "out", torch.zeros_like),  # where the bound is wide
+        ("q40 k70 d32 causal shift-250000 seed3", "out", lambda exact: 1e-6 * exact.sign()),  # where the bound is wide
         ("q40 k70 d32 spike x88 seed4", "dq", torch.ones_like),  # where the exact result is nearly 0
         ("q1 k300 d16 spike x16", "lse", torch.ones_like),  # any number is a multiple of any other
     ],
@@ -166,3 +194,54 @@ def test_nothing_is_explained_by_chance(line: str, name: Any, wrong: Callable[[T
     judged = [judging.judge_tensor(answer[name], name, truth)]
     assert not judged[0].passed
     assert questions.answered(inputs(case).problem(case), answer, judged, truth, claim) == ""
+
+
+# ------------------------------------------------------------------------------------------------- coarser arithmetic
+
+
+def to_tf32(tensor: Tensor) -> Tensor:
+    """Rounds to the 11 bits of TF32. Gradients pass unchanged."""
+    fraction, exponent = torch.frexp(tensor.detach())
+    return tensor + (torch.ldexp(torch.round(fraction * 2.0**11) / 2.0**11, exponent) - tensor.detach())
+
+
+def flash_in_tf32(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Divides by the sum of the weights at the end, as FlashAttention does."""
+    scores = to_tf32(query) @ to_tf32(key).mT / math.sqrt(query.shape[-1])
+    weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
+    return to_tf32(weights) @ to_tf32(value) / weights.sum(dim=-1, keepdim=True)
+
+
+def in_the_dtype(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Rounds each product to the dtype of its operands."""
+    return torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), dim=-1) @ value
+
+
+def in_bfloat16(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Casts its inputs to bfloat16."""
+    return SDPA(query.bfloat16().float(), key.bfloat16().float(), value.bfloat16().float())
+
+
+def shifted(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Has errors as large as those of TF32, of another origin."""
+    return SDPA(query, key, value) + 2.0**-12 * SDPA(query, key, value).abs()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "words"),
+    [
+        (flash_in_tf32, "float32", "out has the errors of products in TF32"),
+        (in_bfloat16, "float32", "out has the errors of products in bfloat16"),
+        (in_the_dtype, "bfloat16", "out has the errors of products that are rounded to bfloat16"),
+        (in_the_dtype, "float16", "out has the errors of products that are rounded to float16"),
+        (shifted, "float32", ""),
+    ],
+)
+def test_a_coarser_arithmetic_is_told_by_its_errors(kernel: Callable[..., Tensor], dtype: Any, words: str) -> None:
+    case = Case.parse(f"b1 h2 q96 k96 d64 {dtype} full sharp")
+    given, claim = inputs(case), arithmetic_of_callables(dtype, "cpu")
+    truth = judging.exact(case, claim, "cpu")
+    answer: dict[Any, Tensor] = {"out": kernel(given.query, given.key, given.value)}
+    judged = [judging.judge_tensor(answer["out"], "out", truth)]
+    assert not judged[0].passed
+    assert questions.answered(given.problem(case), answer, judged, truth, claim) == words

@@ -1,4 +1,4 @@
-"""The benchmark of training, on a CPU with a tiny model: the steps run, and their parts are measured."""
+"""Tests the benchmark of training on a CPU with a tiny model: the steps run, and their parts are measured."""
 
 import pytest
 import torch

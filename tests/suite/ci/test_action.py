@@ -64,13 +64,14 @@ def test_the_status_of_a_wrong_kernel_is_that_of_flashproof(failed: Runner) -> N
 
 
 def test_the_summary_of_a_wrong_kernel(failed: Runner) -> None:
-    """The verdict comes first and the worst failure next, with the command that repeats it."""
+    """The verdict comes first, then the cause, then the worst failure with the command that repeats it."""
     lines = failed.summary.splitlines()
     (verdict,) = {one.verdict for one in read(failed.report / "runs" / "verify.jsonl") if isinstance(one, Claim)}
     assert verdict in failed.said["Verify"]
     assert lines[0] == "## flashproof: not verified"
     assert lines[2] == f"**{verdict}**"
-    blocks = re.findall(r"```text\n(.*?)\n```", failed.summary, re.DOTALL)
+    causes, *blocks = re.findall(r"```text\n(.*?)\n```", failed.summary, re.DOTALL)
+    assert causes.splitlines()[1].startswith("  this is the answer with a scale of 0.1251, not 0.125")
     figures = [float(found) for block in blocks for found in re.findall(r"  rho (\S+)", block)]
     assert figures == sorted(figures, reverse=True)
     assert figures[0] > 10

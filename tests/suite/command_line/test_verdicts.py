@@ -1,6 +1,9 @@
 """The last lines of a run: what its verdict claims, why checks were left out, and how it groups equal failures."""
 
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +17,10 @@ from flashproof import failures, listing, quick, summary
 from flashproof.cases import Case
 from flashproof.impls.spec import DTYPES
 from flashproof.registry import checks
+from flashproof.reports import causes
 from flashproof.reports.record import Judgement
+from flashproof.signatures import of_callable
+from flashproof.tests.suite.command_line.test_catalogue import ROOT
 from flashproof.tests.suite.command_line.test_cli import KERNELS, SMALL, run
 
 MORE = """
@@ -54,7 +60,7 @@ def project(tmp_path: Path) -> Path:
 def session(**fields: Any) -> Any:
     """Returns a run of three checks that all passed, with some fields changed."""
     options = {"keyword": fields.pop("keyword", "")}
-    selection: dict[str, Any] = {"cases": [], "dtypes": DTYPES, "device": None, "whole": lambda: 3}
+    selection: dict[str, Any] = {"cases": [], "dtypes": DTYPES, "device": None, "whole": lambda: 3, "loaded": []}
     selection |= {name: fields.pop(name) for name in list(fields) if name in selection}
     config = SimpleNamespace(option=SimpleNamespace(**options))
     about = {
@@ -63,6 +69,7 @@ def session(**fields: Any) -> Any:
         "reasons": Counter(),
         "clock": None,
         "is_whole": True,
+        "left_out": {},
         "has_paths": False,
         "others": set(),
     }
@@ -116,6 +123,26 @@ def session(**fields: Any) -> Any:
 def test_a_verdict_claims_what_was_run(fields: dict[str, Any], words: str) -> None:
     """Only a run that nothing narrows says "verified". If a dtype has no judged gradient, it adds "forward only"."""
     assert summary.verdict(session(**fields)).text == words
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "verified, without the parameters attn_mask, dropout_p: 3 checks: 3 passed"),
+        (
+            {"without_gradient": {("f", dtype): {"q4"} for dtype in DTYPES}},
+            "verified forward only, without the parameters attn_mask, dropout_p: 3 checks: 3 passed; "
+            "3 cases refused a backward, and no gradient was judged",
+        ),
+        ({"status": 1, "outcomes": Counter(passed=2, failed=1)}, "not verified: 3 checks: 2 passed, 1 failed"),
+    ],
+)
+def test_a_verdict_names_the_parameters_that_no_call_was_given(fields: dict[str, Any], words: str) -> None:
+    """A verdict with such parameters is yellow, and never green."""
+    sdpa = of_callable(torch.nn.functional.scaled_dot_product_attention, "f")
+    loaded = SimpleNamespace(name="f", is_external=True, implementation=sdpa)
+    found = summary.verdict(session(loaded=[loaded], **fields))
+    assert found == summary.Line(words, "red" if fields.get("status") else "yellow")
 
 
 @pytest.mark.parametrize(
@@ -213,6 +240,10 @@ def test_parameters_that_no_call_was_given(project: Path) -> None:
         ended, said = run(project, *words, *options)
         assert ended == status, said
         assert never in " ".join(said.split())
+        last = said.strip().splitlines()[-1]
+        assert last.startswith("not verified: " if status else "passed, without the parameters causal, sm_scale: "), (
+            said
+        )
 
 
 def test_failures_are_told_once(project: Path) -> None:
@@ -258,14 +289,14 @@ def test_failures_fit_one_screen() -> None:
         )  # fmt: skip
 
     unknown = [judgement("a/a", 9), judgement("a/b", 9)]
-    assert list(failures.one_screen("f", [*unknown, judgement("a/a", 3)], 7)) == [
-        "f is wrong: out in float32; 2 of 7 checks failed",
+    assert list(causes.one_screen("f", [*unknown, judgement("a/a", 3)])) == [
+        "f is wrong: out in float32; 2 checks failed",
         "  a/a: the error of out is 2.0 times the bound",
         "    in 1 check, float32; the smallest case:",
-        "      b1 h1 q3 k4 d8 float32",
+        "    again: pytest --impl f --case 'b1 h1 q3 k4 d8 float32'",
         "  a/b: the error of out is 2.0 times the bound",
         "    in 1 check, float32; the smallest case:",
-        "      b1 h1 q9 k4 d8 float32",
+        "    again: pytest --impl f --case 'b1 h1 q9 k4 d8 float32'",
     ]
     scale = "this is the answer with a scale of {}, not {} (1.001 times as large)"
     known = [
@@ -274,14 +305,45 @@ def test_failures_fit_one_screen() -> None:
         judgement("a/e", 7, "dq is 1.001 times the exact result"),
         judgement("a/d", 6, "this is the answer without the causal mask"),
     ]
-    assert list(failures.one_screen("f", unknown + known, 7)) == [
-        "f is wrong: out in float32 and float16; 6 of 7 checks failed",
+    assert list(causes.one_screen("f", unknown + known)) == [
+        "f is wrong: out in float32 and float16; 6 checks failed",
         f"  {scale.format(0.2002, 0.2)}",
         "    in 3 checks, float32 and float16; the smallest case:",
-        "      b1 h1 q4 k4 d8 float16",
+        "    again: pytest --impl f --case 'b1 h1 q4 k4 d8 float16'",
         "  this is the answer without the causal mask",
         "    in 1 check, float32; the smallest case:",
-        "      b1 h1 q6 k4 d8 float32",
+        "    again: pytest --impl f --case 'b1 h1 q6 k4 d8 float32'",
+        "  and 2 more failures, which may follow from this",
+    ]
+
+    of_few = [judgement("a/f", n, "dq and dk are 0 everywhere") for n in range(2, 22)]
+    of_few += [
+        judgement("a/f", 2, "dv is 0 everywhere"),
+        judgement("a/d", 6, "this is the answer without the causal mask"),
+    ]
+    assert list(causes.one_screen("f", of_few)) == [
+        "f is wrong: out in float32; 2 checks failed",
+        "  dq and dk are 0 everywhere",
+        "    in 1 check, float32; the smallest case:",
+        "    again: pytest --impl f --case 'b1 h1 q2 k4 d8 float32'",
+        "  and 1 more failure, which may follow from this",
+    ]
+    # A cause that explains a few checks only does not stand alone.
+    mostly = [judgement(f"a/{n}", 5) for n in range(4)]
+    assert list(causes.one_screen("f", [*mostly, judgement("b/b", 6, "dv is 0 everywhere")])) == [
+        "f is wrong: out in float32; 5 checks failed",
+        "  dv is 0 everywhere",
+        "    in 1 check, float32; the smallest case:",
+        "    again: pytest --impl f --case 'b1 h1 q6 k4 d8 float32'",
+        *(
+            line
+            for n in range(2)
+            for line in (
+                f"  a/{n}: the error of out is 2.0 times the bound",
+                "    in 1 check, float32; the smallest case:",
+                "    again: pytest --impl f --case 'b1 h1 q5 k4 d8 float32'",
+            )
+        ),
         "  and 2 more failures",
     ]
 
@@ -389,3 +451,13 @@ def test_names_of_checks_are_listed_as_they_are_asked_for(capsys: pytest.Capture
     listing.show_checks()
     said = capsys.readouterr().out
     assert all(f"  {name}: " in said for name in checks())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_a_run_for_a_gpu_without_one_is_no_success() -> None:
+    """Every test is skipped, and pytest alone would call that a success."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", "-q", "tests/determinism"]
+    names = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    ended = subprocess.run(command, cwd=ROOT, env=names, capture_output=True, text=True, check=False)
+    assert ended.returncode == pytest.ExitCode.TESTS_FAILED, ended.stdout
+    assert "nothing was verified: the reasons are above" in ended.stdout

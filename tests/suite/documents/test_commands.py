@@ -1,7 +1,7 @@
-"""Tests that what the pages tell readers to type can be typed: every command, every option and every block of Python.
+"""Tests that readers can type what the pages show: every command, every option and every block of Python.
 
 Each command is read by the parser of its program, and the files, implementations and cases that it names must be there.
-Those that take seconds are also run, in a folder with the files that the pages show.
+Commands that take only seconds are also run, in a folder with the files that the pages show.
 """
 
 import argparse
@@ -48,7 +48,7 @@ PROGRAM = re.compile(r"(\.venv/bin/)?(flashproof|pytest|python -m flashproof[\w.
 NAMED = {"flashproof", "flashproof check", "flashproof bundle", "flashproof history", "pytest --impl", "make"}
 SMALL = "b1 h1 q5 k5 d8 float32"
 HERE = ("-n", "0", "--device", "cpu")  # in one process, and with the same figures where there is a GPU
-# What stands for the words that a reader replaces.
+# The values of the words that a reader replaces.
 PLACEHOLDERS = {
     "TARGET": "mine.py:attention",
     "ONE": "mine.py:attention",
@@ -109,7 +109,7 @@ def commands() -> list[str]:
             lines = [line.removeprefix("$ ") for line in block.text.replace("\\\n", "").splitlines()]
             found += [shlex.join(each) for line in lines if (each := shlex.split(line, comments=True))]
         elif not block.language:
-            found += re.findall(r"^again: (.*)", block.text, re.MULTILINE)
+            found += re.findall(r"^ *again: (.*)", block.text, re.MULTILINE)
     for page in PAGES:
         given = [*spans(page), *re.findall(r"^    (\S.*)", split(page)[1], re.MULTILINE)]
         found += [each for each in given if PROGRAM.match(each) and each not in NAMED]
@@ -188,7 +188,7 @@ def run(project: Path, *given: str) -> tuple[int, str]:
 
 
 class Parsed(Exception):
-    """Ends a program once its arguments are read."""
+    """Ends a program after it has read its arguments."""
 
 
 def understand(given: Sequence[str], config: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def understand_module(module: str, arguments: Sequence[str], monkeypatch: pytest
 
 
 def understand_make(arguments: Sequence[str]) -> None:
-    """Asks make what it would do. It knows the targets, and says so if a rule is missing."""
+    """Asks make what it would do. make knows the targets, and reports a missing rule."""
     if not shutil.which("make"):
         pytest.skip("make: not installed")
     defined = re.findall(r"^(\w+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -296,7 +296,7 @@ def understand_make(arguments: Sequence[str]) -> None:
 
 
 def understand_pip(arguments: Sequence[str]) -> None:
-    """Holds what is installed against the name of the project and its extras."""
+    """Compares what is installed with the name of the project and its extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert arguments[0] == "install"
     for wanted in map(Requirement, arguments[1:]):
@@ -328,7 +328,7 @@ def test_an_option_is_known_to_both_commands(
     understand(filled(command), pytestconfig, monkeypatch)
 
 
-# An option without its value is named in many sentences, and with it in one at least.
+# Many sentences name an option without its value. At least one sentence names it with its value.
 @pytest.mark.parametrize("option", [one for one in OPTIONS if not any(each.startswith(f"{one} ") for each in OPTIONS)])
 @pytest.mark.usefixtures("project")
 def test_an_option_in_a_sentence_is_one(
@@ -374,7 +374,7 @@ def test_an_option_in_a_sentence_is_one(
 def test_a_wrong_command_is_not_understood(
     command: str, message: str, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tests above would be worth nothing if they passed these."""
+    """The tests above would be worthless if these commands passed them."""
     with pytest.raises(BaseException, match=message):
         understand(filled(command), pytestconfig, monkeypatch)
 

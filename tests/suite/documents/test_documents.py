@@ -33,18 +33,35 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
     assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
 
 
-def test_no_line_is_too_long() -> None:
-    """The text files of the project have lines of at most 120 columns."""
+def texts() -> list[Path]:
+    """The text files of the project. Skips without Git."""
     if not (ROOT / ".git").exists() or not shutil.which("git"):
         pytest.skip("git: not installed, or this is not a clone")
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     paths = [ROOT / name for name in names.split("\0") if not name.endswith(DATA)]
-    texts = [path for path in paths if path.is_file() and not path.is_relative_to(NOT_WRAPPED)]
-    assert len(texts) > 100
+    found = [path for path in paths if path.is_file()]
+    assert len(found) > 100
+    return found
+
+
+def test_no_line_is_too_long() -> None:
+    """The text files of the project have lines of at most 120 columns."""
     long = [
         f"{path.relative_to(ROOT)}:{number}"
-        for path in texts
+        for path in texts()
+        if not path.is_relative_to(NOT_WRAPPED)
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         if len(line) > COLUMNS
     ]
     assert not long
+
+
+def test_no_retired_term_is_used() -> None:
+    """The terms are worker, journal, external kernel and shared code."""
+    retired = re.compile(r"\b(guest|diary|diaries|one_code)s?\b", re.IGNORECASE)
+    assert not [str(path) for path in texts() if path != Path(__file__).resolve() and retired.search(path.read_text())]
+
+
+def test_the_readme_is_short() -> None:
+    """It has at most 1,000 words, as `wc -w` counts them."""
+    assert len((ROOT / "README.md").read_text().split()) <= 1000

@@ -34,7 +34,7 @@ from flashproof.tests.suite.command_line.test_catalogue import ROOT, loaded  # n
 # for kernels that take block masks.
 CASES = ("b1 h2/1 q150 k70 d40 causal-br dropout0.2 {}", "b1 h2/1 q140 k150 d40 causal-br dropout0.2 blocks0.5 {}")
 
-# The code of a process that leaves the interpreter unchanged, from before any kernel is loaded.
+# The program of a process in which the interpreter stays unchanged, also while kernels are loaded.
 UNKEPT = """
 import contextlib
 from flashproof.impls.triton import interpreting
@@ -137,7 +137,7 @@ def test_words_are_those_of_triton(seed: int) -> None:
 
 
 def test_kept_descriptions_change_nothing() -> None:
-    # One thread, as in this process: the sums of several threads differ.
+    # This process has one thread, and so must the other: the sums of several threads differ.
     one_thread = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     unkept = subprocess.run(
         [sys.executable, "-c", UNKEPT], capture_output=True, text=True, cwd=ROOT, env=one_thread, check=False
@@ -145,7 +145,7 @@ def test_kept_descriptions_change_nothing() -> None:
     assert unkept.returncode == 0, unkept.stderr
     assert keeps()
     assert unkept.stdout.splitlines() == answers()
-    assert not is_changed()  # kernels of other projects run unpatched
+    assert not is_changed()  # so kernels of other projects run in Triton's own interpreter
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton: compiles where there is a GPU")

@@ -1,4 +1,4 @@
-"""The rules of other projects do what their sources do: they give known verdicts for known errors."""
+"""Tests that the rules of other projects do what their sources do: known errors get known verdicts."""
 
 import pytest
 import torch

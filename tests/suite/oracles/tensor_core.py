@@ -1,8 +1,8 @@
 """Emulates products on a tensor core of Hopper, which sums with truncation: of bfloat16 parts, and of e4m3 numbers.
 
-One step of the tensor core adds 16 products to a sum. It aligns the 17 numbers to the largest exponent among them, cuts
-each of them off 25 bits below that exponent, adds what remains exactly, and cuts the sum off after 24 bits. Of e4m3
-numbers a step adds 32 products. It cuts them off 13 bits below the largest exponent, and the sum after 14 bits.
+One step of the tensor core adds 16 products to a sum. It aligns the 17 numbers to the largest exponent among them, and
+truncates each of them 25 bits below that exponent. It adds the results exactly, and truncates the sum to 24 bits. Of
+e4m3 numbers, a step adds 32 products. It truncates them 13 bits below the largest exponent, and the sum to 14 bits.
 Sources: Khattak and Mikaitis, arXiv 2512.07004; Xie et al., arXiv 2511.10909.
 """
 

@@ -329,6 +329,13 @@ def test_an_overflow_is_right_where_the_exact_result_overflows(sign: float) -> N
 
 
 def test_the_largest_error_is_in_units_of_the_largest_number() -> None:
-    exact = torch.tensor([[1.5, 2.0**-40]], dtype=torch.float64)
-    assert verdict.largest_ulps((exact + torch.tensor([0.0, 3 * 2.0**-23])).float(), exact) == 3.0
-    assert verdict.largest_ulps(torch.tensor([[1.5, math.inf]]), exact) == math.inf
+    exact = of(2.0**-40, 1.5)
+    bound = torch.full_like(exact, 1e-6)  # above the first number
+    assert verdict.largest_ulps((exact + of(3 * 2.0**-23, 0.0)).float(), exact, bound) == 3.0
+    assert verdict.largest_ulps(torch.tensor([INF, 1.5]), exact, bound) == INF
+    assert math.isnan(verdict.largest_ulps(torch.tensor([NAN, 1.5]), exact, bound) or 0.0)
+
+
+@pytest.mark.parametrize("allowed", [1.5, INF])
+def test_ulps_say_nothing_if_the_bound_allows_no_digit(allowed: float) -> None:
+    assert verdict.largest_ulps(torch.tensor([1.0, 0.0]), of(1.5, 2.0**-40), of(allowed, 0.0)) is None

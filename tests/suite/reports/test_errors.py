@@ -32,6 +32,24 @@ def test_errors_are_compared_on_common_cases(tmp_path: Path) -> None:
     assert found["few"].spread is None, "it would leave too few cases for all others"
 
 
+def test_ulps_are_compared_where_all_have_a_figure(tmp_path: Path) -> None:
+    """Where one judgement has none, no figure is compared. An old record may have a huge one instead."""
+    without = judgement("a", case="q20", rho=0.2, ulps=None, worst=worst(1.0, error=20.0))
+    huge = judgement("b", case="q19", rho=0.19, ulps=2.0**30, worst=worst(1.0, error=19.0))
+    wrong = judgement("c", case="q18", rho=9.0, ulps=2.0**30, status="failed", worst=worst(1.0, error=18.0))
+    found = rows(
+        tmp_path,
+        *judged("a", range(1, 20)),
+        without,
+        *judged("b", range(1, 19)),
+        huge,
+        *judged("b", range(20, 21)),
+        wrong,
+    )
+    assert found["a"].spread == found["b"].spread == errors.Spread(20, (20.0, 10.5), (36.0, 19.0))
+    assert (found["a"].ulps, found["b"].ulps, found["c"].ulps) == (38.0, 40.0, 2.0**30)
+
+
 def test_the_same_answer_is_marked(tmp_path: Path) -> None:
     alike = [judgement(name, worst=worst(1.0)) for name in ("a", "b")]
     found = rows(tmp_path, *alike, judgement("c", worst=worst(1.0, got=0.4120)))

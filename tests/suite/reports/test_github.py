@@ -1,4 +1,4 @@
-"""The summary and the annotations for GitHub, made of records by hand."""
+"""Tests the summary and the annotations for GitHub. The records are made by hand."""
 
 import subprocess
 import sys
@@ -48,8 +48,9 @@ def test_the_worst_comes_first(tmp_path: Path) -> None:
     crash = failure(None, check="contract/threads", message="the process died of signal 11")
     of_run = found(tmp_path, failure(3.0), failure(7.0, dtype="float16"), failure(5.0, tensor="dq"), crash)
     text = summary(of_run)
-    head = ["## flashproof: not verified", f"**{VERDICT}**", "### Failures, the worst first", "```text\n"]
+    head = ["## flashproof: not verified", f"**{VERDICT}**", "```text\nmine.py:attention is wrong: "]
     assert text.startswith("\n\n".join(head))
+    text = text[text.index("### Failures, the worst first\n\n```text\n") :]
     places = [text.index(words) for words in ("signal 11", "rho 7.0", "rho 5.0", "### The largest rho")]
     assert places == sorted(places)
     assert "| `accuracy/forward` | float32 | cpu | dq rho 5.0 | 2 |" in text
@@ -57,11 +58,11 @@ def test_the_worst_comes_first(tmp_path: Path) -> None:
 
 
 def test_the_first_failure_of_a_check_says_more(tmp_path: Path) -> None:
-    """It alone says which other question the answer is for, so its words stand below the worst failure."""
+    """Only the first failure says which question the answer is for. Its words stand below the worst failure."""
     first = failure(2.0, message="this is the answer without the causal mask")
     wide = failure(None, tensor="dv", check="properties/spread", rms=3.94, message="the mean square is too large")
     of_run = found(tmp_path, wide, first, failure(7.0, tensor="dq"))
-    text = summary(of_run)
+    text = summary(of_run).partition("### Failures, the worst first")[2]
     assert (
         "\nand 1 more failure of this check; the first one says: this is the answer without the causal mask\n" in text
     )
@@ -97,7 +98,7 @@ def test_what_was_not_verified(tmp_path: Path) -> None:
 
 
 def test_a_run_that_died(tmp_path: Path) -> None:
-    """What it found stands, and the end of its log."""
+    """The summary shows what the run found, and the end of its log."""
     of_run = found(tmp_path, failure(3.0), verdict="")
     text = summary(of_run, log="\n".join(f"line {number}" for number in range(100)))
     assert text.startswith("## flashproof: no verdict\n")
@@ -119,7 +120,7 @@ def test_records_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_foreign_words_are_shown_as_they_are(tmp_path: Path) -> None:
-    """No name and no message becomes markup, ends a block, or becomes a command of the workflow."""
+    """A name or a message never becomes markup, ends a block, or becomes a command of the workflow."""
     name = "a`b|c.py:<img src=x>"
     message = "```\n# title\n<script>\x1b[31m\n::error::no 100 %"
     of_run = found(tmp_path, failure(2.0, implementation=name, message=message))
@@ -175,7 +176,7 @@ def test_the_file_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, p
 
 
 def test_the_line_that_a_message_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crash is shown where it was. Failures of one line have one annotation, which is about the worst."""
+    """A crash is shown at its line. All failures of one line share one annotation, about the worst of them."""
     (tmp_path / "mine.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     died = "the process died of signal 11 (segmentation fault), at mine.py, line 14, in compiled"

@@ -17,7 +17,7 @@ from flashproof import diagnosis, judging, loading
 from flashproof.calling import Fault, Refused, attend
 from flashproof.cases import Case, not_claimed
 from flashproof.impls.spec import Implementation
-from flashproof.signatures import never_given, of_callable
+from flashproof.signatures import never_given, of_callable, renaming
 from flashproof.tensors import inputs
 from flashproof.wrapping import VERIFIED
 
@@ -136,23 +136,23 @@ def seedless(query: object, key: object, value: object, mask: object = None, dro
 
 
 @pytest.mark.parametrize(
-    ("function", "words"),
+    ("function", "never", "words"),
     [
-        (plain, ""),
+        (plain, [], ""),
         (
             renamed,
-            "causal, sm_scale, window (parameters of here); "
-            "rename causal to is_causal and sm_scale to scale to have this verified",
+            ["causal", "sm_scale", "window"],
+            "; rename causal to is_causal and sm_scale to scale to have this verified",
         ),
-        (seedless, "mask, dropout_p (parameters of here)"),
-        (torch.nn.functional.scaled_dot_product_attention, "attn_mask, dropout_p (parameters of here)"),
+        (seedless, ["mask", "dropout_p"], ""),
+        (torch.nn.functional.scaled_dot_product_attention, ["attn_mask", "dropout_p"], ""),
     ],
 )
-def test_parameters_that_are_never_given(function: Callable[..., object], words: str) -> None:
-    assert never_given(of_callable(function, "here")) == words
-    assert (
-        never_given(Implementation(name="here", attention=renamed, supports=of_callable(plain, "here").supports)) == ""
-    )
+def test_parameters_that_are_never_given(function: Callable[..., object], never: list[str], words: str) -> None:
+    assert never_given(of_callable(function, "here")) == never
+    assert renaming(never) == words
+    claimed = Implementation(name="here", attention=renamed, supports=of_callable(plain, "here").supports)
+    assert not never_given(claimed)
 
 
 # ------------------------------------------------------------------------------------------------ the line of an error
