@@ -217,20 +217,32 @@ EXPORT(forward)
 
 #ifdef DELTA
 
-// delta = rowsum(dO o O) in float32. One warp computes one row. dO may have other strides than O. delta [batch, heads,
-// queries] is contiguous.
+// delta = rowsum(dO o O) in float32. LANES lanes share a row, each with 16 bytes at a time. dO may have other strides
+// than O. delta [batch, heads, queries] is contiguous.
 KERNEL(delta)(View<const Element> out, View<const Element> dout, Global<float> delta, int heads, int queries, int dim) {
-    const int tiles = (queries + WARPS - 1) / WARPS;
-    const int row = block_index() % tiles * WARPS + warp_index(), head = block_index() / tiles % heads,
+    constexpr int LANES = DIM / CHUNK < 32 ? DIM / CHUNK : 32, AT_ONCE = 32 * WARPS / LANES;
+    const int tiles = (queries + AT_ONCE - 1) / AT_ONCE;
+    const int row = block_index() % tiles * AT_ONCE + thread_index() / LANES, head = block_index() / tiles % heads,
               batch = block_index() / tiles / heads;
     const auto o = head_of(out, batch, head, queries, dim), d = head_of(dout, batch, head, queries, dim);
     float sum = 0.0f;
-    if (row < queries) {
-        for (int column = lane_index(); column < dim; column += 32)
-            sum = multiply_add(to_float(o.at(row, column)[0]), to_float(d.at(row, column)[0]), sum);
+    for (int column = thread_index() % LANES * CHUNK; row < queries && column < dim; column += LANES * CHUNK) {
+        alignas(16) Element some_o[CHUNK] = {}, some_d[CHUNK] = {};
+        if (VECTOR) {
+            read_sixteen(some_o, Global<const Element>(o.at(row, column)));
+            read_sixteen(some_d, Global<const Element>(d.at(row, column)));
+        } else {
+            for (int i = 0; i < smaller_of(CHUNK, dim - column); ++i) {
+                some_o[i] = o.at(row, column + i)[0];
+                some_d[i] = d.at(row, column + i)[0];
+            }
+        }
+        UNROLL
+        for (int i = 0; i < CHUNK; ++i) sum = multiply_add(to_float(some_o[i]), to_float(some_d[i]), sum);
     }
-    sum = warp_sum(sum);
-    if (row < queries && lane_index() == 0) delta[(static_cast<long long>(batch) * heads + head) * queries + row] = sum;
+    sum = sum_of_lanes<LANES>(sum);
+    if (row < queries && thread_index() % LANES == 0)
+        delta[(static_cast<long long>(batch) * heads + head) * queries + row] = sum;
 }
 EXPORT(delta)
 

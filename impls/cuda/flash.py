@@ -133,12 +133,13 @@ def forward_launch(
 
 
 def delta_launch(call: Call, source: str, out: Queries, dout: Queries, delta: Rows) -> Launch:
-    """The kernel `delta`: one block for a few queries of a head, and one warp for each query. It fills delta."""
+    """The kernel `delta`: one block for a few queries of a head, and a few lanes for each query. It fills delta."""
     tile = _tiles_of(call, out).dquery
-    blocks = -(-call.queries // tile.warps) * call.heads * call.batch
+    at_once = 32 * tile.warps // min(padded_dim(call.dim) * out.itemsize // 16, 32)  # rows of a block
+    blocks = -(-call.queries // at_once) * call.heads * call.batch
     sizes = (ctypes.c_int(call.heads), ctypes.c_int(call.queries), ctypes.c_int(call.dim))
     arguments = (View.of(out), View.of(dout), ctypes.c_void_p(delta.data_ptr()), *sizes)
-    constants = _constants(call, out, tile) | {"VECTOR": 0, "CAUSAL": 0, "DROPOUT": 0}
+    constants = _constants(call, out, tile) | {"VECTOR": int(vectors(out, dout)), "CAUSAL": 0, "DROPOUT": 0}
     return Launch(source, "delta", blocks, tile.warps, 0, constants, (out, dout, delta), arguments)
 
 

@@ -114,6 +114,12 @@ DEVICE float rounded<float>(float x) {
     return x;
 }
 
+// Reads 16 bytes of device memory at an aligned address.
+template <class T>
+DEVICE void read_sixteen(T (&to)[16 / sizeof(T)], Global<const T> from) {
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+}
+
 // Rounds two numbers and writes them to neighbouring elements in device memory at once. The address is aligned.
 template <class T>
 DEVICE void write_two(Global<T> to, float low, float high) {
@@ -211,8 +217,8 @@ DEVICE int warp_index() { return thread_index() / 32; }
 DEVICE int smaller_of(int a, int b) { return a < b ? a : b; }
 DEVICE int larger_of(int a, int b) { return a > b ? a : b; }
 
-// Reductions over a quad, whose four lanes together hold a row of a matrix, and over a warp. Every lane gets the
-// result.
+// Reductions over a quad, whose four lanes together hold a row of a matrix, and over LANES neighbouring lanes, a power
+// of two. Every lane gets the result.
 DEVICE float quad_maximum(float x) {
     x = maximum_of(x, from_lane_xor(x, 1));
     return maximum_of(x, from_lane_xor(x, 2));
@@ -221,9 +227,10 @@ DEVICE float quad_sum(float x) {
     x += from_lane_xor(x, 1);
     return x + from_lane_xor(x, 2);
 }
-DEVICE float warp_sum(float x) {
+template <int LANES>
+DEVICE float sum_of_lanes(float x) {
     UNROLL
-    for (int mask = 16; mask > 0; mask /= 2) x += from_lane_xor(x, mask);
+    for (int mask = LANES / 2; mask > 0; mask /= 2) x += from_lane_xor(x, mask);
     return x;
 }
 

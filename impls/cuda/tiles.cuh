@@ -81,9 +81,10 @@ struct Tile {
         return start + row * COLUMNS + (number ^ (swizzle & (PERMUTED - 1))) * CHUNK;
     }
     // The address of chunk `even` + `odd` of a row, for tensor cores. `even` is an even number that is known at compile
-    // time, and `odd` is 0 or 1 and may differ between lanes.
+    // time, and `odd` is 0 or 1 and may differ between lanes. The swizzle permutes chunks within 128 bytes, so four
+    // flipped addresses serve a row, and the others are at known distances from them.
     DEVICE Spot spot(int row, int odd) const { return spot_of(chunk(row, odd)); }
-    static DEVICE Spot spot(Spot first, int even) { return flipped(first, 16 * even); }
+    static DEVICE Spot spot(Spot first, int even) { return flipped(first, 16 * even % 128) + 16 * even / 128 * 128; }
     static constexpr int ROW = COLUMNS * static_cast<int>(sizeof(Element));  // bytes of a row
 
     DEVICE Element* at(int row, int column) const { return chunk(row, column / CHUNK) + column % CHUNK; }
@@ -397,16 +398,16 @@ DEVICE void add_outer(Sums<HEIGHT, WIDTH>& sums, const Registers<float, HEIGHT /
     }
 }
 
-// One step of the two products below, on tensor cores. It takes 16 rows of the right operand, from `row` on.
+// One step of the two products below, on tensor cores. It takes 16 rows of the right operand, from `row` on. `first` is
+// the address of the lane's row among the first 16 rows.
 template <int HEIGHT, int WIDTH, int COLUMNS>
 DEVICE void add_sixteen(Sums<HEIGHT, WIDTH>& sums, const Registers<unsigned, 4> (&a)[HEIGHT / 16], Tile<COLUMNS> right,
-                        int row, int first_column) {
-    const Spot first = right.spot(row + lane_index() % 16, lane_index() / 16);
+                        Spot first, int row, int first_column) {
     UNROLL
     for (int n = 0; n < WIDTH / 16; ++n) {
         // Columns 16n.. at rows from `row` and from `row` + 8, then columns 16n + 8.. at the same rows.
         Registers<unsigned, 4> b;
-        ldmatrix_transposed(b, right.spot(first, first_column / 8 + 2 * n));
+        ldmatrix_transposed(b, right.spot(first, first_column / 8 + 2 * n) + row * right.ROW);
         UNROLL
         for (int m = 0; m < HEIGHT / 16; ++m) {
             mma<Element>(sums.at[m][2 * n], a[m], b[0], b[1]);
@@ -420,10 +421,11 @@ DEVICE void add_sixteen(Sums<HEIGHT, WIDTH>& sums, const Registers<unsigned, 4> 
 template <int HEIGHT, int WIDTH, int LENGTH>
 DEVICE void rows_by_columns(Sums<HEIGHT, WIDTH>& sums, const Weights<HEIGHT, LENGTH>& left, Tile<DIM> right,
                             int first_column = 0) {
+    const Spot first = right.spot(lane_index() % 16, lane_index() / 16);
     UNROLL
     for (int k = 0; k < LENGTH / 16; ++k) {
         if constexpr (TENSOR_CORES) {
-            add_sixteen(sums, left.at[k], right, 16 * k, first_column);
+            add_sixteen(sums, left.at[k], right, first, 16 * k, first_column);
         } else {
             ROLLED
             for (int t = 0; t < 4; ++t) {  // lane t of the quad holds columns 16k + 4t to 16k + 4t + 3 of left
@@ -448,14 +450,14 @@ DEVICE void columns_by_columns(Sums<HEIGHT, WIDTH>& sums, Tile<COLUMNS> left, in
                                int first_column = 0) {
     const int lane = lane_index();
     if constexpr (TENSOR_CORES) {
-        const Spot first = left.spot(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+        const Spot first = left.spot(lane / 16 * 8 + lane % 8, lane / 8 % 2), row = right.spot(lane % 16, lane / 16);
         UNROLL
         for (int k = 0; k < LENGTH / 16; ++k) {
             Registers<unsigned, 4> a[HEIGHT / 16];
             UNROLL
             for (int m = 0; m < HEIGHT / 16; ++m)
                 ldmatrix_transposed(a[m], left.spot(first, (first_row + 16 * m) / 8) + 16 * k * left.ROW);
-            add_sixteen(sums, a, right, 16 * k, first_column);
+            add_sixteen(sums, a, right, row, 16 * k, first_column);
         }
     } else {
         ROLLED

@@ -60,6 +60,11 @@ inline void write(T* pointer, T value) {
 }
 
 template <class T>
+inline void read_sixteen(T (&to)[16 / sizeof(T)], Global<const T> from) {
+    twin::check_global(from.pointer, 16);
+    memcpy(to, from.pointer, 16);
+}
+template <class T>
 inline void write_two(Global<T> to, float low, float high) {
     twin::check_global(to.pointer, 2 * sizeof(T));
     to[0] = rounded<T>(low);
