@@ -72,6 +72,7 @@ def _products(problem: Problem) -> Iterator[tuple[str, Product]]:
     yield f"products that are rounded to {str(dtype).removeprefix('torch.')}", torch.matmul
 
 
+@torch.enable_grad()  # the caller may have switched gradients off
 def _computed(problem: Problem, product: Product, *, backward: bool) -> dict[str, Tensor]:
     """The answer to a problem with one product in place of all, in the dtype of the problem."""
     leaves = [
