@@ -197,10 +197,15 @@ _AROUND: dict[Call, Callable[[], AbstractContextManager[object]]] = {  # the con
 
 
 def _without_gradients(run: Run, case: Case) -> Run:
-    """The run under torch.inference_mode, if no input of the case wants a gradient."""
+    """The run under torch.inference_mode, if no input of the case wants a gradient.
+
+    torch.compile makes a tensor of a NumPy number, and its own guards then fail in inference mode (PyTorch 2.13). Such
+    a call is made under torch.no_grad.
+    """
+    is_of_numpy = case.call == "compiled" and case.number == "numpy"
 
     def detached(attention: Callable[..., object], leaves: tuple[Tensor, ...], keywords: dict[str, object]) -> object:
-        with torch.inference_mode():
+        with torch.no_grad() if is_of_numpy else torch.inference_mode():
             return run(attention, leaves, keywords)
 
     return detached if case.wanted == "none" else run
