@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashproof import judging, questions
+from flashproof import coarser, judging, questions
 from flashproof.cases import Case
 from flashproof.impls.spec import arithmetic_of_callables
 from flashproof.reports import wording
@@ -245,3 +245,21 @@ def test_a_coarser_arithmetic_is_told_by_its_errors(kernel: Callable[..., Tensor
     judged = [judging.judge_tensor(answer["out"], "out", truth)]
     assert not judged[0].passed
     assert questions.answered(given.problem(case), answer, judged, truth, claim) == words
+
+
+@pytest.mark.parametrize(
+    ("rows", "explained", "is_explained"),
+    [
+        (coarser.ROWS, coarser.ROWS, True),
+        (coarser.ROWS - 1, coarser.ROWS - 1, False),  # so few may agree by chance
+        (coarser.ROWS, 1, False),  # the one row has nearly all errors
+    ],
+)
+def test_an_arithmetic_explains_the_errors_of_many_rows(rows: int, explained: int, is_explained: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    exact, noise, other = (torch.randn(1, 1, rows, 32, generator=generator, dtype=torch.float64) for _ in range(3))
+    sizes = torch.full((rows, 1), 1e-3, dtype=torch.float64)
+    sizes[0] = 0.1
+    computed = torch.where(torch.arange(rows)[:, None] < explained, noise, other)
+    found = coarser._explains((exact + sizes * noise).float(), (exact + sizes * computed).float(), exact)
+    assert found == is_explained
