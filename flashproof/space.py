@@ -451,9 +451,10 @@ def _memory_can_be_shared(known: Known) -> bool:
 
 
 @_rule("sharing", "key heads")
-def _dense_tensors_have_several_heads(known: Known) -> bool:
-    """[batch, length, heads, dim] differs from [batch, heads, length, dim] only if there are several heads."""
-    return known.get("sharing") != "dense" or known.get("key heads") != "1"
+def _layouts_of_heads_have_several(known: Known) -> bool:
+    """Layouts that place heads between rows, or beside one another, differ from others only with several heads."""
+    of_heads = known.get("sharing") in ("dense", "packed-kv-heads")
+    return not of_heads or known.get("key heads") != "1"
 
 
 @_rule("batch", "key heads", "group", *(f"layout of {tensor}" for tensor in TENSORS))
