@@ -83,8 +83,8 @@ def check(path: Path, sample: int | None, seed: int) -> Found:
         found.fail(problems)
         kernels = {record.implementation: Claimed(record) for record in run.records if isinstance(record, Claim)}
         judged = [record for record in run.records if isinstance(record, Judgement)]
-        strangers = dict.fromkeys(one.implementation for one in judged if one.implementation not in kernels)
-        found.fail([f"{name}: was judged, and the run holds no claim of it" for name in strangers])
+        unclaimed = dict.fromkeys(one.implementation for one in judged if one.implementation not in kernels)
+        found.fail([f"{name}: was judged, and the run holds no claim of it" for name in unclaimed])
         found.fail([f"{about(one)}: {words}" for one in judged if (words := contradiction(one))])
         known = [(one, kernels[one.implementation]) for one in judged if one.implementation in kernels]
         if judged:

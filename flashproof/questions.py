@@ -98,12 +98,7 @@ def _is_whole(met: list[TensorName], failed: Mapping[TensorName, Tensor], other:
 
 def _are(names: Sequence[str]) -> str:
     """Names as the subject of a sentence: "out is", "out, dq and dk are"."""
-    return f"{_listed(names)} {'are' if len(names) > 1 else 'is'}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
+    return f"{wording.listed(names)} {'are' if len(names) > 1 else 'is'}"
 
 
 def _met(other: _Other, failed: Mapping[TensorName, Tensor], truth: Exact, claim: Arithmetic) -> list[TensorName]:
@@ -281,4 +276,4 @@ def _coarser(problem: Problem, failed: Mapping[TensorName, Tensor], truth: Exact
     one = _of_one_key_head(problem)
     exact = Attention(*(_part(one, name, getattr(truth.answer, name)) for name in TENSORS))
     names, words = coarser.errors_of(one, {name: _part(one, name, tensor) for name, tensor in failed.items()}, exact)
-    return f"{_listed(names)} {'have' if len(names) > 1 else 'has'} the errors of {words}" if names else ""
+    return f"{wording.listed(names)} {'have' if len(names) > 1 else 'has'} the errors of {words}" if names else ""

@@ -612,10 +612,10 @@ class Room:
     work: the largest batch x heads x queries x keys x (dim + 64) of one case. numbers: the most elements of its four
     tensors. many: the same limit, for a batch x heads over 65535. cases: the least number of cases. steps: the largest
     time of one case by `steps_of`, where tiles are slow. dims: the head dims. odd: the only odd head dim, for a kernel
-    that is compiled for each. pairs: whether the run has as many cases as all pairs need. half_hiding:
-    whether a case that asks for some gradients alone counts for no other pair, as a case without gradients. A run then
-    needs a third more cases. common: whether the run has every combination of four common levels. triples: the room of
-    further cases, which complete every triple that fits in that room.
+    that is compiled for each. pairs: whether the run has as many cases as all pairs need. half_hiding: whether a case
+    that asks for some gradients alone counts for no other pair, as a case without gradients. A run then needs a third
+    more cases. common: whether the run has every combination of four common levels. triples: the room of further cases,
+    which complete every triple that fits in that room.
     """
 
     work: float

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from flashproof.reports import wording
 from flashproof.reports.evidence import size, worst_rho
@@ -46,11 +46,10 @@ def without_numbers(words: str) -> str:
 def one_screen(name: str, failures: Sequence[Judgement]) -> Iterator[str]:
     """What is wrong with an implementation, in a few lines."""
     failed = len({(one.check, one.dtype) for one in failures})
-    tensors = _listed(one.tensor for one in failures)
-    yield (
-        f"{name} is wrong{f': {tensors}' if tensors else ''} in {_listed(one.dtype for one in failures)}; "
-        f"{wording.plural(failed, 'check')} failed"
-    )
+    tensors = wording.listed(dict.fromkeys(one.tensor for one in failures if one.tensor))
+    dtypes = wording.listed(dict.fromkeys(one.dtype for one in failures))
+    named = f": {tensors}" if tensors else ""
+    yield f"{name} is wrong{named} in {dtypes}; {wording.plural(failed, 'check')} failed"
     alike = causes(failures)
     explained = [group for group in alike if group[0].question]
     # The other failures usually follow from these, if these are in most checks.
@@ -80,13 +79,7 @@ def _cause(group: Sequence[Judgement]) -> str:
 def _extent(group: Sequence[Judgement]) -> str:
     """How often, and in which dtypes."""
     places = {(one.check, one.dtype) for one in group}
-    return f"in {wording.plural(len(places), 'check')}, {_listed(one.dtype for one in group)}"
-
-
-def _listed(words: Iterable[str | None]) -> str:
-    """The different words, in the order of their first use: "out, dq and dk"."""
-    *first, last = dict.fromkeys(word for word in words if word) or [""]
-    return f"{', '.join(first)} and {last}" if first else last
+    return f"in {wording.plural(len(places), 'check')}, {wording.listed(dict.fromkeys(one.dtype for one in group))}"
 
 
 def _work(failure: Judgement) -> float:

@@ -58,7 +58,7 @@ def test_no_line_is_too_long() -> None:
 
 def test_no_retired_term_is_used() -> None:
     """The terms are worker, journal, external kernel and shared code."""
-    retired = re.compile(r"\b(guest|diary|diaries|one_code)s?\b", re.IGNORECASE)
+    retired = re.compile(r"\b(guest|diary|diaries|stranger|one_code)s?\b", re.IGNORECASE)
     assert not [str(path) for path in texts() if path != Path(__file__).resolve() and retired.search(path.read_text())]
 
 

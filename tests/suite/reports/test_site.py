@@ -298,7 +298,7 @@ def test_nothing_is_fetched(site: Path) -> None:
     assert not re.search(r"@import|url\(", (site / "style.css").read_text())
 
 
-def test_what_strangers_write_is_only_text(site: Path) -> None:
+def test_what_others_write_is_only_text(site: Path) -> None:
     page = the_page(site, building.HOSTILE)
     for words in (
         building.HOSTILE,
