@@ -169,7 +169,7 @@ def _bias() -> dict[str, Any] | None:
     losses = {name: _smoothed(run["loss"]) for name, run in runs.items()}
     norms = {name: list(enumerate(run["gradient_norm"])) for name, run in runs.items()}
     told = [
-        (float(step), f"step {step}: the {test} tells {row.name}")
+        (float(step), f"step {step}: the {test} shows {row.name}")
         for row in rows
         for test, step in row.told.items()
         if step is not None

@@ -71,9 +71,9 @@ KERNEL(multiply)(Global<const half> a, Global<const half> b, Global<float> c, in
 }
 EXPORT(multiply)
 
-KERNEL(reduce)(Global<const float> x, Global<float> of_warp, Global<float> of_quads, int) {
-    of_warp[thread_index()] = warp_sum(x[thread_index()]);
-    of_quads[thread_index()] = quad_maximum(x[thread_index()]);
+KERNEL(reduce)(Global<const float> x, Global<float> sums, Global<float> maxima, int) {
+    sums[thread_index()] = quad_sum(x[thread_index()]);
+    maxima[thread_index()] = quad_maximum(x[thread_index()]);
 }
 EXPORT(reduce)
 """
@@ -134,10 +134,10 @@ def test_a_product_of_matrices(primitives: Path) -> None:
 
 
 def test_reductions(primitives: Path) -> None:
-    x, warp, quads = torch.randperm(32).float(), torch.empty(32), torch.empty(32)
-    run(primitives, "reduce", x, warp, quads)
-    assert torch.equal(warp, torch.full((32,), 496.0))
-    assert torch.equal(quads, x.view(8, 4).amax(1).repeat_interleave(4))
+    x, sums, maxima = torch.randperm(32).float(), torch.empty(32), torch.empty(32)
+    run(primitives, "reduce", x, sums, maxima)
+    assert torch.equal(sums, x.view(8, 4).sum(1).repeat_interleave(4))
+    assert torch.equal(maxima, x.view(8, 4).amax(1).repeat_interleave(4))
 
 
 # --------------------------------------------------------------------------------------------------------------- faults
