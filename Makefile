@@ -4,6 +4,9 @@
 
 PYTHON ?= python3
 VENV := .venv
+# pip compiles no file, which takes longer than the rest of the installation. Python compiles a file that it first
+# imports, and keeps the result unless this variable is set.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: report test venv lint clean
 
@@ -26,7 +29,7 @@ venv: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(VENV)/bin/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 clean:

@@ -1,6 +1,6 @@
-"""Finds the coarser arithmetic whose errors a wrong answer has: products in TF32, or products in 16 bit.
+"""Finds the coarser arithmetic whose errors a wrong answer has: TF32, products in 16 bit, or running sums in 16 bit.
 
-The attention of one key head is computed with a coarser product of matrices, forward and backward. Most of its errors
+The attention of one key head is computed in the coarser arithmetic, forward and backward. Most of its errors
 are those of the wrong answer if the kernel does the same. An error of another origin is not explained by chance: the
 computed errors would then only add to it.
 """
@@ -17,7 +17,9 @@ from flashproof.oracles.naive import Attention
 from flashproof.oracles.problem import Problem
 
 LEFT = 0.5  # the share of the mean square error that an explanation may leave
+TILES = (16, 32, 64, 128)  # of keys, or of queries
 ROWS = 16  # in fewer rows, errors may agree by chance
+_LOWEST = -1e30  # below every score; its differences are finite
 _TF32_LOST = 13  # bits of a float32 that TF32 does not have
 
 Rounding = Callable[[Tensor], Tensor]
@@ -33,8 +35,7 @@ def errors_of(problem: Problem, failed: Mapping[TensorName, Tensor], exact: Atte
     given: dict[TensorName, Tensor] = {name: tensor for name, tensor in failed.items() if name != "lse"}
     if not given or problem.dropout.p:
         return [], ""
-    for words, product in _products(problem):
-        computed = _computed(problem, product, backward=any(name in GRADIENTS for name in given))
+    for words, computed in _answers(problem, backward=any(name in GRADIENTS for name in given)):
         met = [
             name for name in given if name in computed and _explains(given[name], computed[name], getattr(exact, name))
         ]
@@ -62,6 +63,20 @@ def _explains(got: Tensor, computed: Tensor, exact: Tensor) -> bool:
     return bool(left.sum() <= LEFT * error.sum()) and bool(shares.median() <= LEFT)
 
 
+def _answers(problem: Problem, *, backward: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The answers of coarser arithmetics, with their names."""
+    for words, product in _products(problem):
+        yield words, _computed(problem, product, backward=backward)
+    dtype = problem.query.dtype
+    if dtype == torch.float32:
+        return
+    for size in TILES:
+        if size < max(problem.query.shape[2], problem.key.shape[2]):
+            for parts in (False, True):
+                words = f"running sums that are rounded to {_name(dtype)} after each tile of {size}"
+                yield words, _computed_in_tiles(problem, size, parts=parts, backward=backward)
+
+
 def _products(problem: Problem) -> Iterator[tuple[str, Product]]:
     """Coarser products of matrices, with their names."""
     dtype = problem.query.dtype
@@ -74,7 +89,11 @@ def _products(problem: Problem) -> Iterator[tuple[str, Product]]:
         ):
             yield f"products in {words}", _rounded(rounding)
         return
-    yield f"products that are rounded to {str(dtype).removeprefix('torch.')}", torch.matmul
+    yield f"products that are rounded to {_name(dtype)}", torch.matmul
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _computed(problem: Problem, product: Product, *, backward: bool) -> dict[str, Tensor]:
@@ -84,8 +103,7 @@ def _computed(problem: Problem, product: Product, *, backward: bool) -> dict[str
             tensor.detach().clone().requires_grad_(backward) for tensor in (problem.query, problem.key, problem.value)
         ]
         query, key, value = leaves
-        rows = torch.arange(query.shape[2], device=query.device)
-        visible = torch.stack([problem.mask.visible(0, head, rows) for head in range(query.shape[1])])[None]
+        visible = _visible(problem)
         scores = (product(query, key.mT.expand(-1, query.shape[1], -1, -1)) * problem.scale).masked_fill(
             ~visible, -math.inf
         )
@@ -95,6 +113,63 @@ def _computed(problem: Problem, product: Product, *, backward: bool) -> dict[str
             return {"out": out}
         gradients = torch.autograd.grad(out, leaves, problem.dout.to(out.dtype))
         return {"out": out.detach(), **dict(zip(GRADIENTS, gradients, strict=True))}
+
+
+def _computed_in_tiles(problem: Problem, size: int, *, parts: bool, backward: bool) -> dict[str, Tensor]:
+    """The answer to a problem whose running sums have its 16-bit dtype. All else is exact.
+
+    size: the keys of a tile in the sums of out and dq, the queries of a tile in those of dk and dv. parts: whether the
+    rescaled sum and the product of a tile are rounded too, before they are added.
+    """
+    dtype, group = problem.query.dtype, problem.query.shape[1]
+    query, key, value, dout = (
+        tensor.double().expand(-1, group, -1, -1)
+        for tensor in (problem.query, problem.key, problem.value, problem.dout)
+    )
+
+    def added(total: Tensor, more: Tensor) -> Tensor:
+        if parts:
+            total, more = total.to(dtype).double(), more.to(dtype).double()
+        return (total + more).to(dtype).double()
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        """left: [1, heads, n, tokens]. right: [1, heads, tokens, dim]. One sum passes through all heads."""
+        total = torch.zeros((), dtype=torch.float64, device=left.device)
+        for left_head, right_head in zip(_tiles(left, 1, 1), _tiles(right, 1, 1), strict=True):
+            for tile, other in zip(_tiles(left_head, size, 3), _tiles(right_head, size, 2), strict=True):
+                total = added(total, tile @ other)
+        return total
+
+    scores = (query @ key.mT * problem.scale).masked_fill(~_visible(problem), -math.inf)
+    peak = torch.full_like(scores[..., :1], _LOWEST)
+    out, weight = torch.zeros_like(peak), torch.zeros_like(peak)
+    for tile, values in zip(_tiles(scores, size, 3), _tiles(value, size, 2), strict=True):
+        above = torch.maximum(peak, tile.amax(dim=3, keepdim=True))
+        factor, weights = torch.exp(peak - above), torch.exp(tile - above)
+        out, weight = added(out * factor, weights @ values), weight * factor + weights.sum(dim=3, keepdim=True)
+        peak = above
+    answer = {"out": (out / weight).nan_to_num(0.0)}
+    if backward:
+        weights = torch.exp(scores - peak) / weight.clamp(min=torch.finfo(torch.float64).tiny)
+        slopes = weights * (dout @ value.mT - (dout * (weights @ value)).sum(dim=3, keepdim=True))
+        heads = range(group)
+        answer["dq"] = torch.cat([product(slopes[:, [head]], key[:, [head]]) for head in heads], dim=1)
+        answer["dk"], answer["dv"] = product(slopes.mT, query), product(weights.mT, dout)
+        for name in ("dq", "dk"):
+            answer[name] = answer[name] * problem.scale
+    return {name: tensor.to(dtype) for name, tensor in answer.items()}
+
+
+def _tiles(tensor: Tensor, size: int, dim: int) -> Iterator[Tensor]:
+    """The parts of a tensor along one dimension. The last part may be smaller."""
+    for start in range(0, tensor.shape[dim], size):
+        yield tensor.narrow(dim, start, min(size, tensor.shape[dim] - start))
+
+
+def _visible(problem: Problem) -> Tensor:
+    """Which keys each query sees, [1, heads, queries, keys]."""
+    rows = torch.arange(problem.query.shape[2], device=problem.query.device)
+    return torch.stack([problem.mask.visible(0, head, rows) for head in range(problem.query.shape[1])])[None]
 
 
 def _rounded(rounding: Rounding) -> Product:

@@ -38,6 +38,7 @@ from flashproof.words import parse_device, parse_dtypes
 
 CATALOGUE_DEFECTS = Path(__file__).parent / "tests" / "known_defects.toml"
 TIME_LIMITS: dict[Device, float] = {"cpu": 30.0, "cuda": 120.0}  # calls may compile; twice as long before one returns
+QUICK_LIMIT = 0.25  # of these limits, in a quick run, whose cases are small
 PROCESSES_ON_A_GPU = 16  # processes that share one GPU; they spend most of their time compiling kernels
 NOT_ANSWERED = "not run: {} answers no call"
 GRADIENTS = ("dq", "dk", "dv")
@@ -428,7 +429,8 @@ class PoolRun:
         """The time limit of a call, in seconds."""
         target = target_of(item)
         limit: float | None = getattr(self.session.config.option, "flashproof_time_limit", None)
-        return limit or (2 if first else 1) * TIME_LIMITS[target.device if target else "cpu"]
+        usual = (QUICK_LIMIT if self.session.clock else 1.0) * TIME_LIMITS[target.device if target else "cpu"]
+        return limit or (2 if first else 1) * usual
 
     def owner(self, item: pytest.Item) -> str:
         """The external kernel of a check, or "" if it has none."""

@@ -642,7 +642,7 @@ _OF_A_CPU = Room(work=2.0**25.5, numbers=2.0**18.5, many=2.0**21.5, cases=600, h
 _OF_A_GPU = replace(_OF_A_CPU, half_hiding=False)
 _FEW_DIMS = ("64", "16", "32", "40", "128", "256", "odd")  # the head dims of the grids, and a few more
 _OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS, odd=33, common=False)
-_OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=32)
+_OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=16)
 _OF_SLOW_CALLS = replace(_OF_SLOW_SHAPES, cases=60, pairs=False)
 _OF_LOOPS_ON_A_GPU = replace(_OF_SLOW_TILES, pairs=False)  # the loops run in Python, as on a CPU
 _CASES_OF_A_QUICK_RUN = 60

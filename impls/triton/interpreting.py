@@ -8,6 +8,8 @@ There are few types and few modules, so this module keeps the first result of ea
 for good. It keeps the prepared modules only until the launch ends, because the end of a launch may undo the
 preparation. The interpreter runs all other kernels as usual.
 
+The interpreter takes numbers apart to convert them between bfloat16 and float32, where a shift of their bits is enough.
+
 A dropout mask takes about 150 operations on a whole tile, which the interpreter runs one by one. `first_word` computes
 the same numbers directly.
 """
@@ -27,7 +29,11 @@ from triton.runtime import interpreter
 @contextmanager
 def described_once() -> Iterator[None]:
     """Keeps descriptions and prepared modules while the context is open."""
-    changed = [*_DESCRIBING, (interpreter, "_patch_lang", _as_to_the_first(interpreter._patch_lang, key=_own_module))]
+    changed = [
+        *_DESCRIBING,
+        _CONVERTING,
+        (interpreter, "_patch_lang", _as_to_the_first(interpreter._patch_lang, key=_own_module)),
+    ]
     with ExitStack() as stack:
         for owner, name, kept in changed:
             stack.enter_context(mock.patch.object(owner, name, kept))
@@ -83,12 +89,15 @@ def _like_the_first(
 
     def described(self: Any, *arguments: Any) -> None:
         like = key(*arguments)
-        if like in kept:
-            vars(self).update(kept[like])
-            vars(self).update(zip(own, arguments, strict=False))
-        else:
+        known = kept.get(like)
+        if known is None:
             initialise(self, *arguments)
             kept[like] = {name: value for name, value in vars(self).items() if name not in own}
+            return
+        attributes = self.__dict__
+        attributes.update(known)
+        for name, argument in zip(own, arguments, strict=False):
+            attributes[name] = argument
 
     return described
 
@@ -133,3 +142,27 @@ _DESCRIBING = [
     ),
     (interpreter, "_get_np_dtype", _as_to_the_first(interpreter._get_np_dtype, key=lambda kind: kind.name)),
 ]
+
+
+def _by_shifts(convert: Callable[..., NDArray[Any]]) -> Callable[..., NDArray[Any]]:
+    """Wraps a conversion between formats so that the bits of bfloat16 and float32 are shifted.
+
+    Without a rounding mode, the interpreter truncates. It treats subnormal numbers in its own way, so they go there.
+    """
+
+    def converted(numbers: NDArray[Any], given: tl.dtype, wanted: tl.dtype, rounding_mode: Any) -> NDArray[Any]:
+        pair = given.name, wanted.name
+        if rounding_mode is None and pair in (("bf16", "fp32"), ("fp32", "bf16")):
+            bits = numbers.view(np.uint16 if pair[0] == "bf16" else np.uint32)
+            sign, smallest = (0x8000, 0x0080) if pair[0] == "bf16" else (0x80000000, 0x00800000)
+            size = bits & bits.dtype.type(sign - 1)
+            if not ((size != 0) & (size < smallest)).any():
+                if pair[0] == "bf16":
+                    return bits.astype(np.uint32) << np.uint32(16)
+                return (bits >> np.uint32(16)).astype(np.uint16)
+        return convert(numbers, given, wanted, rounding_mode)
+
+    return converted
+
+
+_CONVERTING = (interpreter, "_convert_float", _by_shifts(interpreter._convert_float))

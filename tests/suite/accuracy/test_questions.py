@@ -217,6 +217,18 @@ def in_the_dtype(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), dim=-1) @ value
 
 
+def in_tiles(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Keeps the sum of the output in the dtype of its operands, as a kernel with such an accumulator does."""
+    scores = (query.float() @ key.float().mT) / math.sqrt(query.shape[-1])
+    out, weight, peak = torch.zeros_like(query), 0.0, torch.full_like(scores[..., :1], -1e30)
+    for tile, values in zip(scores.split(32, dim=-1), value.split(32, dim=-2), strict=True):
+        above = torch.maximum(peak, tile.amax(dim=-1, keepdim=True))
+        factor, weights, peak = torch.exp(peak - above), torch.exp(tile - above), above
+        out = (out * factor + weights.to(value.dtype).float() @ values.float()).to(value.dtype)
+        weight = weight * factor + weights.sum(dim=-1, keepdim=True)
+    return (out / weight).to(query.dtype)
+
+
 def in_bfloat16(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Casts its inputs to bfloat16."""
     return SDPA(query.bfloat16().float(), key.bfloat16().float(), value.bfloat16().float())
@@ -234,6 +246,8 @@ def shifted(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         (in_bfloat16, "float32", "out has the errors of products in bfloat16"),
         (in_the_dtype, "bfloat16", "out has the errors of products that are rounded to bfloat16"),
         (in_the_dtype, "float16", "out has the errors of products that are rounded to float16"),
+        (in_tiles, "bfloat16", "out has the errors of running sums that are rounded to bfloat16 after each tile of 32"),
+        (in_tiles, "float16", "out has the errors of running sums that are rounded to float16 after each tile of 32"),
         (shifted, "float32", ""),
     ],
 )
@@ -245,6 +259,22 @@ def test_a_coarser_arithmetic_is_told_by_its_errors(kernel: Callable[..., Tensor
     judged = [judging.judge_tensor(answer["out"], "out", truth)]
     assert not judged[0].passed
     assert questions.answered(given.problem(case), answer, judged, truth, claim) == words
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_running_sums_of_one_tile_are_rounded_once(parts: bool) -> None:
+    """With one tile, the answer is the correctly rounded one. With several, rounding the parts too changes it."""
+    case = Case.parse("b1 h1 q96 k128 d16 bfloat16 causal-br")
+    problem, claim = inputs(case).problem(case), arithmetic_of_callables("bfloat16", "cpu")
+    exact = judging.exact(case, claim, "cpu").answer
+    whole = coarser._computed_in_tiles(problem, 128, parts=parts, backward=True)
+    tiled = coarser._computed_in_tiles(problem, 16, parts=parts, backward=True)
+    for name in ("out", "dq", "dk", "dv"):
+        # The scale, 0.25, rounds nothing. The division by the sum of the weights does.
+        rounded = getattr(exact, name).bfloat16()
+        torch.testing.assert_close(whole[name], rounded, rtol=2.0**-7 if name == "out" else 0.0, atol=0.0)
+        assert not torch.equal(tiled[name], whole[name])
+        torch.testing.assert_close(tiled[name], whole[name], rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Tests that Triton's interpreter gives the same bits as without this project's changes to it.
 
-The changes keep its descriptions of types, and compute Philox directly.
+The changes keep its descriptions of types, convert bfloat16 by shifts, and compute Philox directly.
 """
 
 import hashlib
@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -164,3 +165,20 @@ def test_triton_was_imported_before(first: str, missing: str) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
     )
     assert done.stdout == f"{missing}\n", done.stderr
+
+
+def test_conversions_have_the_interpreters_bits() -> None:
+    """Every bfloat16, and float32 numbers of all sizes, are converted as by the interpreter itself."""
+    from triton.runtime import interpreter
+
+    from flashproof.impls.triton.interpreting import _by_shifts
+
+    every = np.arange(2**16, dtype=np.uint16)
+    some = (np.arange(2**21, dtype=np.uint64) * 2039 % 2**32).astype(np.uint32)  # 2039 is prime
+    formats = ((every, tl.bfloat16, tl.float32), (some, tl.float32, tl.bfloat16))
+    for numbers, given, wanted in formats:
+        for part in np.array_split(numbers, 1024):  # a part with subnormal numbers goes to the interpreter
+            expected = interpreter._convert_float(part, given, wanted, None)
+            found = _by_shifts(interpreter._convert_float)(part, given, wanted, None)
+            assert found.dtype == expected.dtype
+            assert np.array_equal(found, expected)
