@@ -151,18 +151,24 @@ def _by_shifts(convert: Callable[..., NDArray[Any]]) -> Callable[..., NDArray[An
     """
 
     def converted(numbers: NDArray[Any], given: tl.dtype, wanted: tl.dtype, rounding_mode: Any) -> NDArray[Any]:
-        pair = given.name, wanted.name
-        if rounding_mode is None and pair in (("bf16", "fp32"), ("fp32", "bf16")):
-            bits = numbers.view(np.uint16 if pair[0] == "bf16" else np.uint32)
-            sign, smallest = (0x8000, 0x0080) if pair[0] == "bf16" else (0x80000000, 0x00800000)
-            size = bits & bits.dtype.type(sign - 1)
-            if not ((size != 0) & (size < smallest)).any():
-                if pair[0] == "bf16":
-                    return bits.astype(np.uint32) << np.uint32(16)
+        pair = (given.name, wanted.name) if rounding_mode is None else None
+        if pair == ("bf16", "fp32"):
+            bits: NDArray[np.uint32] = numbers.view(np.uint16).astype(np.uint32) << np.uint32(16)
+            if not _has_subnormal(bits):
+                return bits
+        if pair == ("fp32", "bf16"):
+            bits = numbers.view(np.uint32)
+            if not _has_subnormal(bits):
                 return (bits >> np.uint32(16)).astype(np.uint16)
         return convert(numbers, given, wanted, rounding_mode)
 
     return converted
+
+
+def _has_subnormal(bits: NDArray[np.uint32]) -> bool:
+    """Whether some float32 with these bits is subnormal."""
+    size = bits & np.uint32(0x7FFFFFFF)
+    return bool(((size != 0) & (size < 0x00800000)).any())
 
 
 _CONVERTING = (interpreter, "_convert_float", _by_shifts(interpreter._convert_float))

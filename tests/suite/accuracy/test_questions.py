@@ -220,8 +220,10 @@ def in_the_dtype(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def in_tiles(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Keeps the sum of the output in the dtype of its operands, as a kernel with such an accumulator does."""
     scores = (query.float() @ key.float().mT) / math.sqrt(query.shape[-1])
-    out, weight, peak = torch.zeros_like(query), 0.0, torch.full_like(scores[..., :1], -1e30)
-    for tile, values in zip(scores.split(32, dim=-1), value.split(32, dim=-2), strict=True):
+    peak = torch.full_like(scores[..., :1], -1e30)
+    out, weight = torch.zeros_like(query), torch.zeros_like(peak)
+    for start in range(0, key.shape[-2], 32):
+        tile, values = scores[..., start : start + 32], value[..., start : start + 32, :]
         above = torch.maximum(peak, tile.amax(dim=-1, keepdim=True))
         factor, weights, peak = torch.exp(peak - above), torch.exp(tile - above), above
         out = (out * factor + weights.to(value.dtype).float() @ values.float()).to(value.dtype)
