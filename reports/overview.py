@@ -203,8 +203,9 @@ def _absence(kernel: Kernel, machine: Machine, column: Column, dtype: str, evide
         return "not claimed"
     checks = [check for check in evidence.checks if check.partition("/")[0] in column.layers]
     states = {tables.cell(kernel, machine, dtype, check).state for check in checks}
-    reasons: tuple[State, ...] = ("not possible here", "not claimed")
-    return next((state for state in reasons if state in states), "not run")
+    if "not possible here" in states:
+        return "not possible here"
+    return "not claimed" if states == {"not claimed"} else "not run"  # a narrowed run leaves claimed checks out
 
 
 def _badness(bar: Bar) -> tuple[int, int, float]:

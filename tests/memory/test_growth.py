@@ -22,7 +22,7 @@ from flashproof.tests.memory.measuring import method, peak_bytes
 
 Direction = Literal["forward", "backward"]
 # The check stops after a length whose measurement took longer than this, once it has measured two lengths.
-SECONDS = 1.0
+SECONDS = 0.5
 # It also stops before a length whose full attention matrix is larger than this, unless linear memory is claimed.
 MATRIX_BYTES = {"cpu": 2**28, "cuda": 2**34}
 

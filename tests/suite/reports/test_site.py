@@ -16,7 +16,7 @@ from flashproof.reports import __main__, portrait, wording
 from flashproof.reports.evidence import gather
 from flashproof.reports.pages import write_site
 from flashproof.reports.portrait import IN_FULL, SHOWN
-from flashproof.reports.record import FIRST_POWER, LAST_POWER, Elements, Grid, Record, TensorName
+from flashproof.reports.record import FIRST_POWER, LAST_POWER, Absence, Elements, Grid, Record, TensorName
 from flashproof.reports.templating import linked
 from flashproof.tests.suite.reports import building
 from flashproof.tests.suite.reports.building import claim, environment, judgement
@@ -164,6 +164,16 @@ def test_a_cell_tells_its_worst_case_and_leads_to_its_cases(tmp_path: Path) -> N
         "out": "float32 passed 0.20; float16 not run; bfloat16 failed 1.7",
         "dq": "float32 passed 0.10; float16 not run; bfloat16 not run",
     }
+
+
+def test_a_dtype_that_a_run_left_out_was_not_run(tmp_path: Path) -> None:
+    """Another check of the layer that is not claimed does not hide this."""
+    missing = Absence(
+        run=building.CPU, implementation="triton.fa2", device="cpu", reason="not claimed", check="masks/other"
+    )
+    index = pages(small_site(tmp_path, claim(), judgement(check="masks/one"), missing))["index.html"]
+    titles = [attributes.get("title") for _, attributes in index.elements]
+    assert "float32 passed 0.50; float16 not run; bfloat16 not run" in titles
 
 
 def test_what_was_not_judged_is_told_apart(site: Path) -> None:
