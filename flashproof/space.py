@@ -42,7 +42,7 @@ from flashproof.impls.spec import DTYPES, OWN_KERNELS, Device, Dtype, Implementa
 
 # The version of the list of cases that a run judges, of the space and of all grids. Bundles name it: `flashproof check`
 # makes the list again. Whoever changes a case raises it (tests/suite/space/test_case_set.py says when).
-CASE_SET = 5
+CASE_SET = 6
 
 Fields = dict[str, Any]  # the fields of a case that is being built
 Levels = Mapping[str, str]  # the level of each factor
@@ -549,8 +549,12 @@ def _a_cache_can_grow(known: Known) -> bool:
 
 
 # Cases of plain numbers, in each dtype. A bias shows in them. In most cases of a small array, the numbers or the shape
-# hide it. Scales are those that 16 bits do not hold.
-PLAIN_CASES = ("b1 h2/1 q130 k130 d40 causal scale0.3", "b2 h1 q100 k100 d56")
+# hide it. Scales are those that 16 bits do not hold. A block mask and a causal mask together hide every key.
+PLAIN_CASES = (
+    "b1 h2/1 q130 k130 d40 causal scale0.3",
+    "b2 h1 q100 k100 d56",
+    "b1 h1 q140 k270 d24 causal blocks0.3 seed24",
+)
 # Ordinary sizes that are too large for the array, in each dtype: a batch of images, a batch of texts, an image that
 # attends to a text, a long text with grouped heads, and one query whose scores are all very negative. Beside them, one
 # query that sees only the first of many keys, more than 65,535 rows of queries, and the layers of a deep network: while

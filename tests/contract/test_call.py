@@ -20,7 +20,6 @@ from flashproof.subject import BACKWARD, Subject
 from flashproof.tensors import inputs, memory, tensors_of
 
 CALLS = 24  # how many calls in a row get the same input
-SLOW_CALLS = 6  # the same, where each call takes long
 BUSY = 200_000_000  # clock cycles for which a GPU's stream is kept busy: about a tenth of a second
 SMALL = "b2 h2 q65 k65 d64\nb1 h2 q40 k40 d32 causal"
 
@@ -48,12 +47,11 @@ def _same(first: Answer, second: Answer) -> bool:
 @check("contract", grid=grids.lines(SMALL.splitlines()[0]), early=True)
 def test_calls_agree(subject: Subject) -> None:
     """Many calls in a row with one input are all answered inside the bound."""
-    calls = SLOW_CALLS if subject.implementation.slow(subject.device) == "tile" else CALLS
     for case in subject.cases[-1:]:
         given = inputs(case, subject.device)
         judged: list[tuple[Answer, str]] = []  # the distinct answers, each with its error or an empty text
         wrong: list[tuple[int, str]] = []
-        for call in range(1, calls + 1):
+        for call in range(1, CALLS + 1):
             answer = subject.attend(case, backward=subject.implementation.supports.backward, given=given)
             if answer is None:
                 if judged:
@@ -69,7 +67,7 @@ def test_calls_agree(subject: Subject) -> None:
                 judged.append((answer, said))
             wrong += [(call, said)] if said else []
         first = f"; the first of them is call {wrong[0][0]}: {wrong[0][1]}" if wrong else ""
-        often = f"{len(wrong)} of {calls}" if len(wrong) < calls else f"every one of {calls}"
+        often = f"{len(wrong)} of {CALLS}" if len(wrong) < CALLS else f"every one of {CALLS}"
         subject.expect(not wrong, case, f"wrong in {often} calls with one input{first}")
 
 

@@ -21,6 +21,7 @@ GPU = "b2 h4 q1000 k1000 d128 causal\nb3 h4/2 q700 k700 d64"  # many blocks add 
 
 
 OPTIONS = """
+b1 h1 q140 k270 d32
 b2 h1 q70 k70 d64 causal dropout0.2
 b2 h1 q260 k260 d32 blocks0.5
 """

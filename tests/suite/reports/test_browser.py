@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 CHROMIUM = shutil.which("chromium")
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium: not installed"),
-    pytest.mark.skipif(importlib.util.find_spec("playwright") is None, reason="Playwright: not installed"),
+    pytest.mark.skipif(importlib.util.find_spec("axe_playwright_python") is None, reason="axe: not installed"),
 ]
 
 FLAGS = (
@@ -35,6 +35,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
+SERIOUS = ("serious", "critical")  # the impacts of findings, in axe's words
 PAGES = [
     f"{name}.html"
     for name in (
@@ -76,6 +77,23 @@ def test_a_page_opens_offline_and_fits(
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate(_CLIPPED) == []
     _check_what_is_heard(page)
+    _check_by_axe(page)
+    page.close()
+
+
+def _check_by_axe(page: "Page") -> None:
+    """axe, which knows the usual faults of accessibility, finds none that is serious."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    assert [(each["id"], each["nodes"][0]["html"][:200]) for each in found if each["impact"] in SERIOUS] == []
+
+
+def test_axe_rejects_an_image_without_a_name(browser: "Browser") -> None:
+    page = browser.new_page()
+    page.set_content("<html lang=en><title>A page</title><main><h1>A page</h1><img src='data:,'></main>")
+    with pytest.raises(AssertionError, match="image-alt"):
+        _check_by_axe(page)
     page.close()
 
 
