@@ -306,7 +306,14 @@ FACTORS: tuple[Factor, ...] = (
         lambda level, fields, pick: {"dropout": pick(_DROPOUTS[level])},
         weight=2.0,
     ),
-    _field("LSE", {"asked": True, "not asked": False}, field="lse"),
+    # Without its LSE, a case shows no fault of the LSE.
+    _field(
+        "LSE",
+        {"asked": True, "not asked": False},
+        field="lse",
+        costs={"not asked": RARE},
+        half_hiding=["not asked"],
+    ),
     _field("keywords", {"needed": False, "all": True}, field="spelled"),
     _field("sharing", [*SHARINGS]),
     *(
