@@ -4,8 +4,8 @@
 
 PYTHON ?= python3
 VENV := .venv
-# pip compiles no file, which takes longer than the rest of the installation. Python compiles a file that it first
-# imports, and keeps the result unless this variable is set.
+# To compile all files takes longer than the rest of the installation, so pip compiles none. Python compiles a file when
+# it first imports it, and keeps the result unless this variable is set.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: report test venv lint clean

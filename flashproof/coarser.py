@@ -1,8 +1,8 @@
 """Finds the coarser arithmetic whose errors a wrong answer has: TF32, products in 16 bit, or running sums in 16 bit.
 
-The attention of one key head is computed in the coarser arithmetic, forward and backward. Most of its errors
-are those of the wrong answer if the kernel does the same. An error of another origin is not explained by chance: the
-computed errors would then only add to it.
+The attention of one key head is computed in the coarser arithmetic, forward and backward. Most of its errors are those
+of the wrong answer if the kernel does the same. An error of another origin is not explained by chance: the computed
+errors would then only add to it.
 """
 
 import math
@@ -152,8 +152,7 @@ def _computed_in_tiles(problem: Problem, size: int, *, parts: bool, backward: bo
     if backward:
         weights = torch.exp(scores - peak) / weight.clamp(min=torch.finfo(torch.float64).tiny)
         slopes = weights * (dout @ value.mT - (dout * (weights @ value)).sum(dim=3, keepdim=True))
-        heads = range(group)
-        answer["dq"] = torch.cat([product(slopes[:, [head]], key[:, [head]]) for head in heads], dim=1)
+        answer["dq"] = torch.cat([product(slopes[:, [head]], key[:, [head]]) for head in range(group)], dim=1)
         answer["dk"], answer["dv"] = product(slopes.mT, query), product(weights.mT, dout)
         for name in ("dq", "dk"):
             answer[name] = answer[name] * problem.scale

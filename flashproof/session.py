@@ -38,7 +38,7 @@ from flashproof.words import parse_device, parse_dtypes
 
 CATALOGUE_DEFECTS = Path(__file__).parent / "tests" / "known_defects.toml"
 TIME_LIMITS: dict[Device, float] = {"cpu": 30.0, "cuda": 120.0}  # calls may compile; twice as long before one returns
-QUICK_LIMIT = 0.25  # of these limits, in a quick run, whose cases are small
+QUICK_LIMIT = 0.25  # the share of these limits that holds in a quick run, whose cases are small
 PROCESSES_ON_A_GPU = 16  # processes that share one GPU; they spend most of their time compiling kernels
 NOT_ANSWERED = "not run: {} answers no call"
 GRADIENTS = ("dq", "dk", "dv")

@@ -556,7 +556,8 @@ def _a_cache_can_grow(known: Known) -> bool:
 
 
 # Cases of plain numbers, in each dtype. A bias shows in them. In most cases of a small array, the numbers or the shape
-# hide it. Scales are those that 16 bits do not hold. A block mask and a causal mask together hide every key.
+# hide it. Scales are those that 16 bits do not hold. In the last case, the block mask and the causal mask together
+# hide every key.
 PLAIN_CASES = (
     "b1 h2/1 q130 k130 d40 causal scale0.3",
     "b2 h1 q100 k100 d56",
@@ -624,9 +625,9 @@ class Room:
     tensors. many: the same limit, for a batch x heads over 65535. cases: the least number of cases. steps: the largest
     time of one case by `steps_of`, where tiles are slow. dims: the head dims. odd: the only odd head dim, for a kernel
     that is compiled for each. pairs: whether the run has as many cases as all pairs need. half_hiding: whether a case
-    that asks for some gradients alone counts for no other pair, as a case without gradients. A run then needs a third
-    more cases. common: whether the run has every combination of four common levels. triples: the room of further cases,
-    which complete every triple that fits in that room.
+    that asks for only some gradients, or for no LSE, counts for no other pair, as a case without gradients. A run then
+    needs a third more cases. common: whether the run has every combination of four common levels. triples: the room of
+    further cases, which complete every triple that fits in that room.
     """
 
     work: float

@@ -205,7 +205,9 @@ def _absence(kernel: Kernel, machine: Machine, column: Column, dtype: str, evide
     states = {tables.cell(kernel, machine, dtype, check).state for check in checks}
     if "not possible here" in states:
         return "not possible here"
-    return "not claimed" if states == {"not claimed"} else "not run"  # a narrowed run leaves claimed checks out
+    if any(one.machine == machine and one.judgement.dtype == dtype for one in kernel.judged):
+        return "not claimed" if "not claimed" in states else "not run"
+    return "not claimed" if states == {"not claimed"} else "not run"  # a narrowed run left the whole dtype out
 
 
 def _badness(bar: Bar) -> tuple[int, int, float]:

@@ -8,7 +8,8 @@ There are few types and few modules, so this module keeps the first result of ea
 for good. It keeps the prepared modules only until the launch ends, because the end of a launch may undo the
 preparation. The interpreter runs all other kernels as usual.
 
-The interpreter takes numbers apart to convert them between bfloat16 and float32, where a shift of their bits is enough.
+To convert numbers between bfloat16 and float32, the interpreter computes sign, exponent and fraction. `_by_shifts`
+shifts the bits instead.
 
 A dropout mask takes about 150 operations on a whole tile, which the interpreter runs one by one. `first_word` computes
 the same numbers directly.
@@ -28,7 +29,7 @@ from triton.runtime import interpreter
 
 @contextmanager
 def described_once() -> Iterator[None]:
-    """Keeps descriptions and prepared modules while the context is open."""
+    """Keeps descriptions and prepared modules, and converts numbers by shifts, while the context is open."""
     changed = [
         *_DESCRIBING,
         _CONVERTING,
@@ -89,15 +90,12 @@ def _like_the_first(
 
     def described(self: Any, *arguments: Any) -> None:
         like = key(*arguments)
-        known = kept.get(like)
-        if known is None:
+        if like in kept:
+            vars(self).update(kept[like])
+            vars(self).update(zip(own, arguments, strict=False))
+        else:
             initialise(self, *arguments)
             kept[like] = {name: value for name, value in vars(self).items() if name not in own}
-            return
-        attributes = self.__dict__
-        attributes.update(known)
-        for name, argument in zip(own, arguments, strict=False):
-            attributes[name] = argument
 
     return described
 
@@ -145,9 +143,10 @@ _DESCRIBING = [
 
 
 def _by_shifts(convert: Callable[..., NDArray[Any]]) -> Callable[..., NDArray[Any]]:
-    """Wraps a conversion between formats so that the bits of bfloat16 and float32 are shifted.
+    """Wraps a conversion between formats so that bfloat16 and float32 are converted by a shift of their bits.
 
-    Without a rounding mode, the interpreter truncates. It treats subnormal numbers in its own way, so they go there.
+    The interpreter truncates if there is no rounding mode, and so does a shift. The interpreter converts subnormal
+    numbers in another way, so it converts every array that holds one.
     """
 
     def converted(numbers: NDArray[Any], given: tl.dtype, wanted: tl.dtype, rounding_mode: Any) -> NDArray[Any]:

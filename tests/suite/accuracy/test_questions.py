@@ -265,7 +265,7 @@ def test_a_coarser_arithmetic_is_told_by_its_errors(kernel: Callable[..., Tensor
 
 @pytest.mark.parametrize("parts", [False, True])
 def test_running_sums_of_one_tile_are_rounded_once(parts: bool) -> None:
-    """With one tile, the answer is the correctly rounded one. With several, rounding the parts too changes it."""
+    """With one tile, the answer is the correctly rounded one. With several tiles, it is not."""
     case = Case.parse("b1 h1 q96 k128 d16 bfloat16 causal-br")
     problem, claim = inputs(case).problem(case), arithmetic_of_callables("bfloat16", "cpu")
     exact = judging.exact(case, claim, "cpu").answer
