@@ -50,6 +50,7 @@ LONG = 384  # queries; after a shorter sequence, the next one never takes long
 REPETITIONS = 16  # repetitions of a call whose bits may vary from run to run
 ASKED_ABOUT = 2**21  # scores of a key head; with more, no other question is searched: each takes an oracle
 SECONDS_TO_SIMPLIFY = 3.0
+WITHOUT_GRADIENT = "the output carries no gradient"
 NO_GRADIENT = "the output carries no gradient, although backward is claimed"
 Result = TypeVar("Result")
 Answered = tuple[list[Judged], ways.Computed]  # the verdicts of a search on one answer, and the answer
@@ -191,15 +192,30 @@ class Subject:
             self.carried = True
         elif not self.implementation.bare:
             self.fail(case, NO_GRADIENT)
-        elif self.carried:
+        elif self.carried or self._carries_on_another_call(case):
             self.fail(
                 case,
-                "the output carries no gradient, but that of an earlier call did: the kernel lost it without an error",
+                "the output carries no gradient, but that of another call did: the kernel lost it without an error",
             )
         else:
-            self.refusals.append("the output carries no gradient")
-            self._emit(case, "refused", message="the output carries no gradient: backward is not verified")
+            self.refusals.append(WITHOUT_GRADIENT)
+            self._emit(case, "refused", message=f"{WITHOUT_GRADIENT}: backward is not verified")
         return carries
+
+    def _carries_on_another_call(self, case: Case) -> bool:
+        """Whether the output of another call with the same input carries a gradient. A check asks this once.
+
+        An earlier check may have seen a gradient that this check has not seen.
+        """
+        if WITHOUT_GRADIENT in self.refusals:
+            return False
+        again = replace(case, call="plain", wanted="all")
+        given = inputs(again, self.device)
+        answer = self._tried(
+            again,
+            lambda: attend(self.implementation, again, given, backward=True, observer=self._observer),
+        )
+        return answer is not None and answer.has_gradient
 
     def is_slow(self, case: Case) -> bool:
         """Whether a long sequence takes over a tenth of a second, twice. The first of two calls may have compiled.

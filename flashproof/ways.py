@@ -405,7 +405,8 @@ def _two_threads(implementation: Implementation, case: Case, device: str, observ
     out = returned[0][0] if isinstance(returned[0], tuple) else returned[0]
     yield Computed(answer, case, note="called in two threads at once")
     if isinstance(out, Tensor) and out.shape == answer["out"].shape and not case.dropout:
-        yield Computed(Answer({"out": out.detach()}, answer.seconds), beside, note="called in two threads at once")
+        of_beside = Answer({"out": out.detach()}, answer.seconds, answer.has_gradient)
+        yield Computed(of_beside, beside, note="called in two threads at once")
 
 
 _SEVERAL: dict[Call, Callable[[Implementation, Case, str, Observer], Iterator[Computed]]] = {

@@ -30,6 +30,15 @@ def forward_only(query, key, value):
     return right(query, key, value)
 
 
+def loses_its_gradient(query, key, value):
+    calls.append(1)
+    out = right(query, key, value)
+    return out if calls[1:] else out.detach()
+
+
+calls = []
+
+
 def raises(query, key, value):
     raise KeyError("a bug")
 
@@ -154,6 +163,16 @@ def test_a_verdict_names_the_parameters_that_no_call_was_given(fields: dict[str,
             r"\npassed forward only: \d+ of \d+ checks, narrowed by --case: \d+ passed, "
             r"\d+ left out \(\d+ refused; .*\); \d+ cases refused a backward, and no gradient was judged$",
         ),
+        (  # the second of two threads carries no gradient either
+            ["mine.py:forward_only", "--case", f"{SMALL} threads", "--case", f"{SMALL} twice", "-n0"],
+            0,
+            r"\npassed forward only: \d+ of \d+ checks, narrowed by --case: ",
+        ),
+        (
+            ["mine.py:loses_its_gradient", "-k", "contract/calls_agree", "--dtype", "fp32"],
+            1,
+            r"the output carries no gradient, but that of another call did: the kernel lost it without an error",
+        ),
         (
             ["mine.py:right", "-k", "contract/answers", "--dtype", "fp32"],
             0,
@@ -186,7 +205,18 @@ def test_a_verdict_names_the_parameters_that_no_call_was_given(fields: dict[str,
         ),
     ],
     ids=[
-        *("forward-only", "check", "dtypes", "hang", "no-check", "no-number", "negative", "no-time"),
+        *(
+            "forward-only",
+            "forward-only-in-threads",
+            "lost-gradient",
+            "check",
+            "dtypes",
+            "hang",
+            "no-check",
+            "no-number",
+            "negative",
+            "no-time",
+        ),
         *("no-check-in-processes", "no-device"),
     ],
 )

@@ -55,7 +55,7 @@ SAID: dict[str, str] = {
     "wrong_in_one_of_twenty": "wrong in [12] of 24 calls with one input",
     "right_in_one_of_twenty": "wrong in 2[23] of 24 calls with one input",
     "refuses_the_second_call": "refused a case that it had answered before: RuntimeError: already in use",
-    "loses_its_gradient": "the output carries no gradient, but that of an earlier call did",
+    "loses_its_gradient": "the output carries no gradient, but that of another call did",
     "raises": "forward raised KeyError: 'b'",
     "hangs": r"no answer within 10 s .*, at .*kernels\.py, line \d+, in _wait_for_ever",
     "hangs_in_c": r"no answer within 10 s .*, at .*kernels\.py, line \d+, in <lambda>",
