@@ -60,7 +60,7 @@ Device = Annotated[str | None, typer.Option("--device", help="only on this devic
 TimeLimit = Annotated[
     float | None,
     typer.Option(
-        "--time-limit", metavar="SECONDS", help="the limit for one call of an external kernel, with its backward"
+        "--time-limit", metavar="SECONDS", help="the limit for one forward of an external kernel, and for one backward"
     ),
 ]
 Processes = Annotated[

@@ -76,7 +76,7 @@ def add_options(parser: pytest.Parser) -> None:
     add("--strict-verdict", "fail if something could not be verified, and say what", action="store_true")
     add(
         "--time-limit",
-        "the limit for one call of an external kernel, with its backward",
+        "the limit for one forward of an external kernel, and for one backward",
         metavar="SECONDS",
         type=_seconds,
     )

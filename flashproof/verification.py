@@ -59,7 +59,7 @@ class Result:
     records: Path | None  # the file with the records, if one was asked for
     report: Path | None  # the first page of the report, if one was asked for
     said: tuple[str, ...] = field(default=())  # further lines of the run, such as what is not claimed
-    # The last line of the run: "verified: 112 checks: 110 passed, 2 left out (nothing to judge)".
+    # The last line of the run: "verified: 117 checks: 117 passed".
     verdict: str = ""
     forward_only: bool = False  # whether no gradient was verified in any dtype, because every backward was refused
     again: bool = True  # whether the command of a failure can repeat it, because the target has a name to load it by
@@ -123,7 +123,7 @@ def verify(
     - `search`: how long each search tries new cases ("10m"), or how many it tries ("5000"). By default 10.
     - `require`: features that must have passed, such as "backward". Without them the result is not verified.
     - `strict`: whether the result is not verified if something could not be verified.
-    - `time_limit`: the seconds that one call of an external kernel may take, with its backward.
+    - `time_limit`: the seconds that one forward of an external kernel may take, and likewise one backward.
     - `processes`: how many processes run checks. By default one for each core, and on a GPU at most 16.
     - `report`, `records`: a folder and a file. Neither is written if it is not given.
 

@@ -1,30 +1,33 @@
-"""The file that holds every judgement of an implementation, for the fold at the end of its page.
+"""The file that holds every judgement of an implementation. A section at the end of its page shows them.
 
-It is a script, because a page that was opened from a disk may load scripts and nothing else. The judgements are JSON,
-packed with gzip and written in base 64: packed, they take a twentieth of the space of a table.
+The file is a script, because a page that was opened from a disk can load only scripts. The judgements are JSON, which
+is packed with gzip and written in base 64. This takes a twentieth of the space of a table.
 """
 
 import base64
 import gzip
 import json
+import shlex
 
 from flashproof.reports import wording
-from flashproof.reports.evidence import Kernel, severity
+from flashproof.reports.evidence import Judged, Kernel
 
 FOLDER = "cases"
 
 
 def address(kernel: Kernel) -> str:
-    """The address of the file, from the pages."""
+    """The address of the file, relative to the pages."""
     return f"{FOLDER}/{wording.stem(kernel.name)}.js"
 
 
 def content(kernel: Kernel) -> str:
-    """The file: a call of `flashproofCases` with the packed judgements, the worst first.
+    """The file: a call of `flashproofCases` with the packed judgements.
 
-    The judgements are columns, in which words that repeat are numbers of a list. A bias is there unless a case passed.
+    Each field of the judgements is a column. A list holds each text that may repeat, and the column holds the number of
+    the text in this list. A judgement that passed has no bias and no message. The order is by check and case, because
+    neighbours that are alike pack well; the script lists the worst first.
     """
-    judged = sorted(kernel.judged, key=severity, reverse=True)
+    judged = kernel.judged
     words: dict[str, int] = {}
 
     def word(text: str) -> int:
@@ -39,9 +42,17 @@ def content(kernel: Kernel) -> str:
         "rho": ["" if one.rho is None else wording.rho(one.rho) for one in judged],
         "bias": ["" if one.judgement.status == "passed" else wording.number(one.judgement.bias) for one in judged],
         "grade": [word(one.judgement.certainty or "") for one in judged],
-        "again": [word(wording.repeat_line(one.judgement)) for one in judged],
+        # The line that repeats a judgement is its command, which all cases on a device share, and its case.
+        "command": [word(wording.repeat_line(one.judgement).removesuffix(_case(one))) for one in judged],
+        "case": [word(_case(one)) for one in judged],
         "said": [word(one.judgement.message if one.judgement.status != "passed" else "") for one in judged],
     }
     data = json.dumps({"words": list(words), **columns}, separators=(",", ":"), ensure_ascii=False)
     packed = base64.b64encode(gzip.compress(data.encode(errors="replace"), 9, mtime=0)).decode()
     return f'flashproofCases("{packed}")\n'
+
+
+def _case(judged: Judged) -> str:
+    """The case as it ends the line that repeats it. Empty for a judgement without a case."""
+    case = judged.judgement.case
+    return shlex.quote(case) if case else ""

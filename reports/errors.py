@@ -1,7 +1,8 @@
-"""The table of worst known errors: what is known of each implementation, tensor and dtype.
+"""The table of the worst known errors of each implementation, tensor and dtype.
 
-rho is a share of an implementation's own allowance, and does not rank implementations. The largest and the median
-error on cases that all of them were given do. These stand beside it, in ulps and as absolute numbers.
+rho is an error relative to the bound of the implementation's own claim, so it does not rank implementations. The table
+therefore also has the largest and the median error on the common cases: those that all implementations were given.
+These errors are in ulps and absolute, and they rank implementations.
 """
 
 from collections import defaultdict
@@ -11,15 +12,15 @@ from statistics import median
 
 from flashproof.reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, in_ulps, size
 
-SHARED_CASES = 8  # an implementation that leaves fewer common cases has no figures on common cases
+SHARED_CASES = 8  # the least number of common cases; an implementation that shares fewer is not compared
 
 
 @dataclass(frozen=True)
 class Spread:
     """The errors on the common cases: for each case its largest error.
 
-    absolute, ulps: the largest and the median. ulps leaves out the cases in which a judgement has no figure in ulps. It
-    is None if that is every case, as with the LSE.
+    absolute, ulps: the largest and the median. ulps leaves out a case if a judgement of it has no figure in ulps. It is
+    None if no case is left, as for the LSE.
     """
 
     cases: int
@@ -82,9 +83,10 @@ def _of_tensor(evidence: Evidence, dtype: str, tensor: str) -> list[Row]:
 
 
 def _common(groups: dict[tuple[str, Machine], list[Judged]]) -> dict[tuple[str, Machine], set[str]]:
-    """For each group, the cases that it shares with all others.
+    """For each group, the cases that all compared groups share.
 
-    A group that would leave fewer than SHARED_CASES to the larger ones is left out of the comparison. It gets no cases.
+    The groups are added one by one, the largest first. A group is not compared, and gets no cases, if fewer than
+    SHARED_CASES common cases would be left with it.
     """
     cases = {
         place: {judged.judgement.case for judged in own if judged.judgement.worst} for place, own in groups.items()
@@ -120,7 +122,10 @@ def _extent(figures: Iterable[float]) -> tuple[float, float]:
 
 
 def _answer(judged: Judged) -> tuple[object, ...]:
-    """What tells two worst errors apart. Two kernels with the same answer there run the same code, or the same sums."""
+    """The case, the element and the answer of a worst error.
+
+    Two kernels for which all three are equal run the same code, or add in the same order.
+    """
     one = judged.judgement
     element = one.worst
     return (one.case, element.index, str(element.got)) if element else (one.case, one.implementation)

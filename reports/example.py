@@ -10,7 +10,7 @@ EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}  # the
 
 
 def values(evidence: Evidence) -> dict[str, Any]:
-    """The worked example: a failure of the evidence, or the largest rho of a case that passed."""
+    """The worked example: the gravest failure by `overview.gravity`, or the gravest judgement if nothing failed."""
     known = [
         judged
         for kernel in evidence.kernels

@@ -6,7 +6,10 @@ from pathlib import Path
 
 
 def available_memory() -> int:
-    """The bytes that the machine, or the control group of this process, has left. At least 1 GiB."""
+    """The bytes that the machine or the control group of this process has left, whichever is less.
+
+    The result is never below 1 GiB.
+    """
     found = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
     left = [int(found[1]) * 1024] if found else []
     group = Path("/sys/fs/cgroup")

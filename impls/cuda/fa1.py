@@ -73,8 +73,8 @@ def forward_launch(
 ) -> Launch:
     """The forward: one block for each head.
 
-    out, row_max and row_sum are float32. The caller sets them to 0, -inf and 0, and the kernel updates them. It also
-    fills lse.
+    out, row_max and row_sum are float32. The caller sets them to 0, -inf and 0, and the kernel updates them. The kernel
+    also fills lse.
     """
     tile = tiles(query.dtype, call.dim, launching.on_twin(query)).forward
     shared_bytes = (tile.own + 2 * tile.step) * padded_dim(call.dim) * query.itemsize
@@ -113,7 +113,7 @@ def backward_launch(
 ) -> Launch:
     """The backward: one block for each key head.
 
-    dquery is float32. The caller sets it to 0, and the kernel adds to it. It also fills dkey and dvalue.
+    dquery is float32. The caller sets it to 0, and the kernel adds to it. The kernel also fills dkey and dvalue.
     """
     tile = tiles(query.dtype, call.dim, launching.on_twin(query)).backward
     shared_bytes = (2 * (tile.own + tile.step) * padded_dim(call.dim) + 2 * tile.own * tile.step) * query.itemsize
@@ -230,7 +230,7 @@ def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queri
 def _arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
     """The claimed arithmetic.
 
-    Tiles differ between head dims. The smallest tiles make the most steps, so they are the ones claimed.
+    Tiles differ between head dims. The claim has the smallest tiles, because they make the most steps.
     """
     chosen = [tiles(getattr(torch, dtype), dim, device == "cpu") for dim in (64, 128, 256)]
     return replace(

@@ -86,7 +86,7 @@ def dropped(
 def deltas(out: Queries, dout: Queries, call: Call, query_tile: int) -> Rows:
     """rowsum(dO o O) = rowsum(P o dP), for each query.
 
-    The normalisation subtracts it from the gradient of each weight.
+    The gradient of the softmax subtracts it from the gradient of each weight.
     """
     delta = out.new_empty(out.shape[:3], dtype=torch.float32)
     for b, h in product(range(call.batch), range(call.heads)):
@@ -116,7 +116,7 @@ def recomputed(
 ]:
     """One step of FlashAttention-2's backward pass. Recomputes P = exp(S - LSE), and computes dS = P o (dP - delta).
 
-    Returns P after dropout and dS [Br, Bc], and the tiles that they multiply: q, dO [Br, d] and k [Bc, d].
+    Returns P after dropout, dS, and the tiles q, dO and k. P and dS are [Br, Bc], q and dO [Br, d], and k [Bc, d].
     """
     q, do = on_chip(query[b, h, rows]), on_chip(dout[b, h, rows])
     k, v = on_chip(key[b, h // call.groups, cols]), on_chip(value[b, h // call.groups, cols])

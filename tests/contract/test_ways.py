@@ -1,7 +1,7 @@
 """These checks call a kernel in the ways in which training and inference call it.
 
-The way of calling changes nothing: every answer must be inside its bound. Each way has its own share of the cases of
-the covering array, so it meets every mask, layout, head dim and length.
+The way of calling does not change the verdict: every answer must be inside its bound. Each way has a share of the cases
+in the covering array, so it meets every mask, layout, head dim and length.
 """
 
 from flashproof.registry import check
@@ -33,7 +33,7 @@ def test_accumulated(subject: Subject) -> None:
 
 @check("contract", call="projected", claims=("backward",))
 def test_projected(subject: Subject) -> None:
-    """Inputs that are results of other operations, as in a network, stay as they were."""
+    """The call does not change inputs that are results of other operations, as the inputs of a layer are."""
     _judge_all(subject)
 
 
@@ -51,13 +51,13 @@ def test_two_forwards(subject: Subject) -> None:
 
 @check("contract", call="after-another")
 def test_after_another(subject: Subject) -> None:
-    """A call after one with other values and options is right, and the answer of the first stays as it was."""
+    """A call after one with other values and options is right. The answer of the first call stays as it was."""
     _judge_all(subject)
 
 
 @check("contract", call="renewed")
 def test_renewed(subject: Subject) -> None:
-    """A call with other values in the same tensors is right, as where a graph of calls is replayed."""
+    """A call with other values in the same tensors is right. The replay of a captured graph makes such calls."""
     _judge_all(subject)
 
 
@@ -69,7 +69,7 @@ def test_readdressed(subject: Subject) -> None:
 
 @check("contract", call="grown")
 def test_grown(subject: Subject) -> None:
-    """With one key more in a cache than at the call before, output and LSE are inside the bound."""
+    """After a call with one key fewer in the same memory, output and LSE are inside the bound, as a cache grows."""
     _judge_all(subject)
 
 

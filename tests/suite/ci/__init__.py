@@ -1,1 +1,1 @@
-"""Tests of the workflows in .github, and of the action that verifies the kernels of others."""
+"""Tests of the workflows in .github, and of the action that verifies kernels of other repositories."""

@@ -255,7 +255,7 @@ def test_a_forged_verdict(path: Path) -> None:
 
 
 def test_what_no_case_shows_stays_hidden(path: Path) -> None:
-    """The limit that docs/ci.md states: with a new seal, words that no case depends on can be anything."""
+    """The limit that docs/commands.md states: with a new seal, words that no case depends on can be anything."""
     edit(path, lambda record: "commit" in record, lambda record: record.update(commit="0123456789ab"))
     seal_again(path)
     assert problems(path) == ""

@@ -26,7 +26,7 @@ def some(*shape: int) -> Tensor:
 
 
 def launches(dim: int, scale: float, causal: bool) -> list[Launch]:
-    """Returns what a forward launches. Nothing is computed."""
+    """Returns the launch of a forward, and does not run it."""
     query = some(1, 1, 128, dim)
     parts = fa3_float32.parts_of(query)
     call = call_of(query, query, scale, causal, 0, 0.0, 0)
@@ -38,7 +38,7 @@ def launches(dim: int, scale: float, causal: bool) -> list[Launch]:
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("scale", "causal"), [(-1.0, True), (0.0, False)])
 def test_other_compilations_spill_nothing_and_fit(dim: int, scale: float, causal: bool) -> None:
-    """Compiles the other signs of the scale."""
+    """Compiles the forward for a negative scale and for a scale of 0. Other tests compile it for a positive one."""
     if reason := launching.no_nvrtc():
         pytest.skip(reason)
     for launch in launches(dim, scale, causal):
@@ -77,7 +77,7 @@ def test_the_kernel_splits_as_the_emulation(dim: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("terms", [16, 32, 64])
 def test_a_tensor_core_adds_as_the_emulation(terms: int) -> None:
-    """The bound rests on how a tensor core adds. A product of bfloat16 numbers has the bits of the emulation."""
+    """The bound assumes how a tensor core adds. A tensor core and the emulation give the same bits."""
     generator = torch.Generator().manual_seed(terms)
 
     def numbers(*shape: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Tests the claim of e4m3 products and its bound, by an emulated kernel and by kernels with a fault.
 
 The emulation rounds query, key and value to e4m3 in blocks, adds as Hopper's tensor cores do, and casts the weights to
-e4m3, tile by tile. It must pass, and each fault must not.
+e4m3, tile by tile. It must pass. Kernels with a fault must fail.
 """
 
 import math
@@ -34,7 +34,7 @@ class Kernel:
 
     keys_of_the_next_block: bool = False  # the scale of a block of keys is that of the next one
     no_value_scale: bool = False  # values are multiplied by the scale of the first block
-    weights: torch.dtype = torch.float8_e4m3fn  # of the weights before the second product
+    weights: torch.dtype = torch.float8_e4m3fn  # the dtype of the weights before the second product
     truncates: bool = False  # the weights are truncated
 
     def __call__(self, problem: Problem) -> dict[TensorName, Tensor]:
@@ -109,7 +109,7 @@ def test_the_kernel_is_inside_its_bound(line: str) -> None:
 
 
 def test_the_bound_is_near_the_error() -> None:
-    """The effect of the rounding of the inputs is computed. So the bound is not ten times too large."""
+    """The bound is less than ten times the error, since it computes the effect of the rounding of the inputs."""
     for line in LINES[:4]:
         assert 10.0 * judged(problem_of(line), Kernel())["out"].rho.value > 1.0, line
 
@@ -142,7 +142,7 @@ def test_a_fault_is_outside_the_bound(fault: str) -> None:
 
 
 def test_other_scales_are_outside_the_bound_where_they_are_worse() -> None:
-    """One scale for all keys and values loses the small ones: here those of the first block."""
+    """One scale for all keys and values loses small numbers. Here, these are the numbers of the first block."""
     problem = problem_of("b1 h1 q100 k256 d64 causal bfloat16")
     problem.key[:, :, TILE:] *= 2.0**12
     problem.value[:, :, TILE:] *= 2.0**12
@@ -154,7 +154,7 @@ def test_other_scales_are_outside_the_bound_where_they_are_worse() -> None:
 
 
 def test_a_kernel_without_these_roundings_passes() -> None:
-    """The bound is one of errors, so a kernel that makes fewer of them is inside it."""
+    """The bound limits errors. A kernel that makes fewer errors is inside the bound."""
     for line in LINES:
         problem = problem_of(line)
         truth, exact = exact_of(problem, CLAIM, backward=False), naive.attention(problem)
@@ -193,7 +193,7 @@ def test_rows_after_the_last_whole_block_have_a_scale_of_their_own() -> None:
 
 
 def test_numbers_are_rounded_to_four_bits_and_below_that_to_a_multiple() -> None:
-    """The scale of a block with 448 is 1. Its smallest normal number is 2^-6, and its smallest number 2^-9."""
+    """The scale of a block with 448 is 1. Then the smallest normal number is 2^-6, and the smallest number 2^-9."""
     x = torch.tensor([448.0, 17.0, 19.0, 1.0625, 1.1875, 2.0**-6, 2.0**-10, 1.5 * 2.0**-9, 2.5 * 2.0**-9])
     expected = [448.0, 16.0, 20.0, 1.0, 1.25, 2.0**-6, 0.0, 2.0**-8, 2.0**-8]
     assert e4m3.rounded(x[None, None, :, None], len(x)).flatten().tolist() == expected

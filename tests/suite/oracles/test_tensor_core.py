@@ -1,7 +1,7 @@
 """Tests the bound of six products of bfloat16 parts, which tensor cores sum with truncation, by an emulation.
 
-The emulation is attention in float32 whose five products are those of `tensor_core`. It must pass with the claim of
-this arithmetic, and products that are less accurate must not.
+The emulation is attention in float32, and `tensor_core` computes its five products. It must pass by the claim of this
+arithmetic. Less accurate products must fail.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ def judged(problem: Problem, product: Product, arithmetic: Arithmetic) -> dict[T
     ],
 )
 def test_six_products_pass(line: str) -> None:
-    """The truncation of tensor cores is inside both forms of the bound, and is no bias."""
+    """The truncation of tensor cores is inside both forms of the bound, and passes the test for bias."""
     problem = problem_of(line)
     verdicts = judged(problem, tensor_core.product, CLAIM)
     assert all(verdict.passed and verdict.statistical for verdict in verdicts.values()), verdicts
@@ -69,7 +69,7 @@ def exact_sums(pairs: Sequence[tuple[int, int]], a: Tensor, b: Tensor) -> Tensor
 
 
 def test_three_products_are_outside_the_bound_of_six() -> None:
-    """Six products of three parts pass. Three products of two parts hold 16 bits, which one key is enough to show."""
+    """Six products of three parts pass. Three products of two parts hold only 16 bits. One key is enough to show it."""
     problem = problem_of("b1 h1 q20 k1 d64")
     six, three = (
         judged(problem, partial(exact_sums, pairs), CLAIM) for pairs in (tensor_core.PAIRS, ((0, 1), (1, 0), (0, 0)))
@@ -79,12 +79,13 @@ def test_three_products_are_outside_the_bound_of_six() -> None:
 
 
 def test_parts_of_a_number() -> None:
-    """Three parts hold every bit of a float32 number whose last bit is a number of bfloat16, also of the largest."""
+    """Three parts hold every bit of a float32 number, also of the largest, if bfloat16 can hold its last bit."""
     x = torch.randn(4096, generator=torch.Generator().manual_seed(3)) * torch.logspace(-30, 38, 4096)
     x = torch.cat([x.clamp(-3e38, 3e38), torch.tensor([torch.finfo(torch.float32).max, 0.0, 1.0 + 2.0**-8 - 2.0**-17])])
     first, second, third = (part.double() for part in tensor_core.parts(x))
     assert torch.equal(first + second + third, x.double())
-    almost = 1.0 + 2.0**-20  # the first part of the largest numbers is not the nearest one, which is infinite
+    # The nearest bfloat16 of the largest numbers is infinite. Their first part is the largest finite number instead.
+    almost = 1.0 + 2.0**-20
     assert (second.abs() <= almost * 2.0**-8 * x.abs()).all()
     assert (third.abs() <= almost * 2.0**-17 * x.abs()).all()
     tiny = torch.tensor([1.2345678e-37, 1e-40, 2.0**-149])

@@ -1,4 +1,4 @@
-"""A sealed file shows every later change: which line was edited, and that lines are missing."""
+"""A sealed file shows every later change. It shows which line was edited, and where lines are missing."""
 
 import gzip
 from pathlib import Path

@@ -33,7 +33,10 @@ def test_errors_are_compared_on_common_cases(tmp_path: Path) -> None:
 
 
 def test_ulps_are_compared_where_all_have_a_figure(tmp_path: Path) -> None:
-    """Where one judgement has none, no figure is compared. An old record may have a huge one instead."""
+    """If one judgement of a case has no figure in ulps, the case is not compared in ulps.
+
+    An old record may have a huge figure instead.
+    """
     without = judgement("a", case="q20", rho=0.2, ulps=None, worst=worst(1.0, error=20.0))
     huge = judgement("b", case="q19", rho=0.19, ulps=2.0**30, worst=worst(1.0, error=19.0))
     wrong = judgement("c", case="q18", rho=9.0, ulps=2.0**30, status="failed", worst=worst(1.0, error=18.0))

@@ -1,6 +1,6 @@
 """Kernels that misbehave, given to the command line as external kernels.
 
-Each is reported with the fault that it has, the run goes on, and the kernels without a fault pass.
+The run reports the fault of each kernel and goes on. The kernels without a fault pass.
 """
 
 import os
@@ -29,7 +29,7 @@ CHECKS = ("-k", "test_call.py or after_another or renewed or readdressed")
 PLAIN, MASKED = "b2 h2 q33 k33 d16 float32", "b1 h1 q33 k33 d16 float32 causal scale0.3"
 TIME_LIMIT = 10
 
-# The words that must stand in a failure of each kernel.
+# For each kernel, the words that one of its failures must contain.
 SAID: dict[str, str] = {
     "mutates_query": "the call changed its query",
     "mutates_one_element_of_key": "the call changed its key",
@@ -119,7 +119,7 @@ class Run:
 def run(folder: Path, kernels: Iterable[str], case: str, checks: str, *options: str) -> Run:
     """Verifies some kernels of the file by the checks in `checks`.
 
-    The kernels without a fault, one of them from the catalogue, stand in the middle of the list.
+    The kernels without a fault are in the middle of the list. One of them is from the catalogue.
     """
     records = folder / "records.jsonl"
     named = [f"--impl={KERNELS}:{kernel}" for kernel in kernels]
@@ -178,7 +178,7 @@ def test_reported_as_what_it_is(tmp_path: Path) -> None:
 
 
 def test_what_was_ignored(tmp_path: Path) -> None:
-    """The failure of a kernel that ignores a keyword says for which question its answer would be right."""
+    """The failure of a kernel that ignores a keyword names the other question that its answer is right for."""
     check(run(tmp_path, SAID_MASKED, MASKED, "tests/accuracy/test_forward.py"), SAID_MASKED, INNOCENT)
 
 
@@ -232,10 +232,10 @@ def test_of_the_catalogue(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_host_that_lost_its_device_serves_no_other_check(tmp_path: Path, lost: bool) -> None:
-    """A worker whose device fails after a call, so that no call reports it, runs no other check.
+def test_a_worker_that_lost_its_device_serves_no_other_check(tmp_path: Path, lost: bool) -> None:
+    """If a device fails after a call, no call reports it. The worker of this device then runs no other check.
 
-    The test replaces the question to the device, because a machine without a GPU never asks it.
+    The test replaces the function that asks the device, because that function asks nothing on a machine without a GPU.
     """
     kernel = tmp_path / "kernel.py"
     kernel.write_text(f"""
@@ -287,7 +287,7 @@ def test_a_worker_that_dies_after_a_record(tmp_path: Path, status: Status) -> No
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path: Path) -> None:
-    """On a GPU, a run reports a device that failed, and work in a stream that does not wait."""
+    """On a GPU, a run reports a device that failed, and work in another stream than the caller's."""
     if not torch.cuda.is_available():
         pytest.skip("CUDA: no device")
     said = SAID_ON_A_GPU | {"hangs_in_c": "no answer within 30 s"}
