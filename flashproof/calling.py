@@ -393,9 +393,7 @@ def _same_bits(first: Tensor, second: Tensor) -> bool:
 def _check_untouched(given: dict[str, Tensor], before: dict[str, Tensor]) -> None:
     """Raises Fault if the call wrote to an input, or to the memory around it."""
     after = {name: memory(tensor) for name, tensor in given.items()}
-    if not torch.stack(
-        [(after[name] != before[name]).any() for name in given]
-    ).any():  # one result to wait for, not one for each tensor
+    if not _differ([(after[name], before[name]) for name in given]):
         return
     for name, tensor in given.items():
         now = after[name]
@@ -413,6 +411,20 @@ def _check_untouched(given: dict[str, Tensor], before: dict[str, Tensor]) -> Non
                 f"first at element {first:+d}, counted from the tensor's first"
             )
         raise Fault(f"the call changed its {name}")
+
+
+def _differ(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Whether the bytes of any pair of buffers differ. To compare eight bytes at once takes a tenth of the time."""
+    parts = [part for pair in pairs for part in zip(*map(_in_words, pair), strict=True)]
+    if parts[0][0].is_cuda:  # one result to wait for, not one for each tensor
+        return bool(torch.stack([(one != other).any() for one, other in parts]).any())
+    return not all(torch.equal(one, other) for one, other in parts)
+
+
+def _in_words(buffer: Tensor) -> tuple[Tensor, Tensor]:
+    """The bytes of a buffer as 64-bit words, and the bytes that are left over."""
+    whole = len(buffer) // 8 * 8
+    return buffer[:whole].view(torch.int64), buffer[whole:]
 
 
 FORKED = 86  # the exit status of a second process that returned from a call
@@ -499,7 +511,8 @@ def _outputs(returned: object, implementation: Implementation, case: Case, input
                 of_every_call=True,
             )
         if tuple(value.shape) != size:
-            raise Fault(f"{name} has shape {list(value.shape)}, not {list(size)}")
+            advice = diagnosis.of_another_layout(value.shape, size, case.keys) if name == "out" else ""
+            raise Fault(f"{name} has shape {list(value.shape)}, not {list(size)}{advice}")
         if value.dtype != dtype:
             raise Fault(f"{name} has dtype {value.dtype}, not {dtype}")
         if value.device != inputs.query.device:

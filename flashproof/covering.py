@@ -271,6 +271,14 @@ def every_four(sizes: Sequence[int], allowed: Allowed) -> list[Row]:
     left = {
         place: np.ones([sizes[factor] for factor in place], dtype=bool) for place in combinations(factors, STRENGTH)
     }
+    of_factor = [
+        [
+            (tuple(other for other in place if other != factor), place, ones)
+            for place, ones in left.items()
+            if factor in place
+        ]
+        for factor in factors
+    ]
     rows: list[Row] = []
     for place, open_ones in left.items():
         for chosen in np.argwhere(open_ones).tolist():
@@ -279,14 +287,18 @@ def every_four(sizes: Sequence[int], allowed: Allowed) -> list[Row]:
             row = [OPEN] * len(sizes)
             for factor, level in zip(place, chosen, strict=True):
                 row[factor] = level
-            if allowed(row, None) and _fill(row, sizes, allowed, left):
+            if allowed(row, None) and _fill(row, sizes, allowed, of_factor):
                 rows.append(tuple(row))
                 for others, completed in left.items():
                     completed[tuple(row[factor] for factor in others)] = False
     return rows
 
 
-def _fill(row: list[int], sizes: Sequence[int], allowed: Allowed, left: dict[tuple[int, ...], np.ndarray]) -> bool:
+# For each factor, every choice of factors with it: the others, all of them, and which of their combinations are open.
+_OfFactor = list[list[tuple[tuple[int, ...], tuple[int, ...], np.ndarray]]]
+
+
+def _fill(row: list[int], sizes: Sequence[int], allowed: Allowed, of_factor: _OfFactor) -> bool:
     """Gives the open factors of a row their levels. Returns whether it found some for all of them.
 
     The factor with the fewest levels that are still allowed is first. After a dead end, the last choice is changed.
@@ -300,12 +312,13 @@ def _fill(row: list[int], sizes: Sequence[int], allowed: Allowed, left: dict[tup
         return True
     factor = min(choices, key=lambda factor: len(choices[factor]))
     gains = np.zeros(sizes[factor])
-    for place, completed in left.items():
-        if factor in place and all(other == factor or row[other] != OPEN for other in place):
-            gains += completed[tuple(slice(None) if other == factor else row[other] for other in place)]
+    chosen = {other for other, taken in enumerate(row) if taken != OPEN}
+    for others, place, ones in of_factor[factor]:
+        if chosen.issuperset(others):
+            gains += ones[tuple(slice(None) if other == factor else row[other] for other in place)]
     for level in sorted(choices[factor], key=lambda level: -gains[level]):
         row[factor] = level
-        if _fill(row, sizes, allowed, left):
+        if _fill(row, sizes, allowed, of_factor):
             return True
     row[factor] = OPEN
     return False

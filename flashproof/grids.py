@@ -6,6 +6,7 @@ A check of one property of attention lists its cases beside its code. All other 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 
 from flashproof.cases import Call, Case
 from flashproof.impls.spec import Dtype
@@ -44,12 +45,14 @@ def called(call: Call) -> Grid:
 def where(holds: Callable[[Case], bool] = lambda case: True, *, most: int) -> Grid:
     """The first cases of the array that meet a condition, with a plain call and plain numbers.
 
-    Checks that change a tensor and compare two answers use them. holds: the condition. most: the number of cases.
+    Checks that change a tensor and compare two answers use them. holds: the condition. most: the number of cases; half
+    as many where tiles are slow.
     """
 
     def of(space: Space, dtype: Dtype) -> list[Case]:
         ordinary = (_ordinary(case) for case in space.cases if case.dtype == dtype)
-        return [case for case in ordinary if not case.is_one_memory and holds(case)][:most]
+        count = most // 2 if space.room.is_of_slow_tiles else most
+        return list(islice((case for case in ordinary if not case.is_one_memory and holds(case)), count))
 
     return of
 
@@ -60,9 +63,17 @@ def _ordinary(case: Case) -> Case:
     return replace(case, call="plain", wanted="all", **numbers)  # type: ignore[arg-type]
 
 
-def lines(text: str, cuda: str = "") -> Grid:
-    """The same cases in every dtype, from lines without one. A # starts a comment. cuda: more lines for a GPU."""
-    return lambda space, dtype: list(_parsed(text + cuda if space.device == "cuda" else text, dtype))
+def lines(text: str, cuda: str = "", slow: str = "") -> Grid:
+    """The same cases in every dtype, from lines without one. A # starts a comment.
+
+    cuda: more lines for a GPU. slow: the lines where tiles are slow, in place of the others.
+    """
+
+    def of(space: Space, dtype: Dtype) -> list[Case]:
+        chosen = slow if slow and space.room.is_of_slow_tiles else text
+        return list(_parsed(chosen + cuda if space.device == "cuda" else chosen, dtype))
+
+    return of
 
 
 @cache

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -42,7 +43,7 @@ from flashproof.impls.spec import DTYPES, OWN_KERNELS, Device, Dtype, Implementa
 
 # The version of the list of cases that a run judges, of the space and of all grids. Bundles name it: `flashproof check`
 # makes the list again. Whoever changes a case raises it (tests/suite/space/test_case_set.py says when).
-CASE_SET = 6
+CASE_SET = 7
 
 Fields = dict[str, Any]  # the fields of a case that is being built
 Levels = Mapping[str, str]  # the level of each factor
@@ -281,6 +282,9 @@ FACTORS: tuple[Factor, ...] = (
         lambda case: AS_QUERIES if case.keys == case.queries else length_class(case.keys),
         lambda level, fields, pick: {"_keys": level},
         weight=2.0,
+        # Of one key, the weight is 1, so a case shows no fault of the scores.
+        costs={"1": RARE},
+        half_hiding=["1"],
     ),
     Factor("keys' rest", tuple(RESTS), lambda case: rest(case.keys), _keys),
     _classes("head dim", _DIMS, "dim", lambda case: case.dim),
@@ -503,11 +507,31 @@ def _pool_is_of_several(known: Known) -> bool:
     return known.get("queries") != "1" or known.get("layout of do") != "pooled"
 
 
+@_rule("layout of do", "output gradient")
+def _one_row_has_no_pattern(known: Known) -> bool:
+    """A pooled output gradient has one row for all queries. Each number of a summed one is 1."""
+    if known.get("layout of do") == "summed":
+        return _is_plain(known, "output gradient")
+    return known.get("layout of do") != "pooled" or known.get("output gradient") not in ("onehot", "somerows")
+
+
 @_rule("dtype", "sharing", "shift")
 def _shift_is_of_scores_alone(known: Known) -> bool:
     """A shift is one large coordinate of all keys. Values that are the keys contain it too, and float16 overflows."""
     is_value = known.get("sharing") in ("one-kv", "one-qkv")
     return not is_value or known.get("dtype") != "float16" or known.get("shift", "none") == "none"
+
+
+@_rule("sharing", "values", "scores", "magnitude", "shift")
+def _numbers_are_used(known: Known) -> bool:
+    """Values that are the keys have the numbers of the keys. Queries that are the keys have them, too."""
+    sharing = known.get("sharing", "")
+    if sharing not in ("one-kv", "one-qkv"):
+        return True
+    of_queries = sharing == "one-kv" or (
+        known.get("scores") not in ("sharp", "spike", "rising", "uniform") and _is_plain(known, "magnitude", "shift")
+    )
+    return _is_plain(known, "values") and of_queries
 
 
 @_rule("scores", "shift")
@@ -556,11 +580,12 @@ def _a_cache_can_grow(known: Known) -> bool:
 
 
 # Cases of plain numbers, in each dtype. A bias shows in them. In most cases of a small array, the numbers or the shape
-# hide it. Scales are those that 16 bits do not hold. In the last case, the block mask and the causal mask together
-# hide every key.
+# hide it. Scales are those that 16 bits do not hold. The third case has no gradients under autocast, which the array
+# has seldom. In the last case, the block mask and the causal mask together hide every key.
 PLAIN_CASES = (
     "b1 h2/1 q130 k130 d40 causal scale0.3",
     "b2 h1 q100 k100 d56",
+    "b1 h2 q40 k70 d40 causal autocast detached",
     "b1 h1 q140 k270 d24 causal blocks0.3 seed24",
 )
 # Ordinary sizes that are too large for the array, in each dtype: a batch of images, a batch of texts, an image that
@@ -641,6 +666,11 @@ class Room:
     common: bool = True
     odd: int | None = None
     triples: "Room | None" = None
+
+    @property
+    def is_of_slow_tiles(self) -> bool:
+        """Whether each tile of a case takes milliseconds."""
+        return self.steps < math.inf
 
     def holds(self, case: Case) -> bool:
         """Whether a case fits in this room."""
@@ -794,13 +824,15 @@ class Space:
         places = {factor.name: place for place, factor in enumerate(FACTORS)}
         words = [self.levels[factor.name] for factor in FACTORS]
         rules = [
-            ([places[name] for name in rule.factors], rule, dict[tuple[int, ...], bool]()) for rule in self._rules()
+            (mine, itemgetter(*mine), rule, dict[object, bool]())
+            for rule in self._rules()
+            for mine in [[places[name] for name in rule.factors]]
         ]
         of_place = [[rule for rule in rules if place in rule[0]] for place in range(len(FACTORS))]
 
         def allowed(row: Partial, new: int | None) -> bool:
-            for mine, rule, known in rules if new is None else of_place[new]:
-                asked = tuple(row[place] for place in mine)
+            for mine, levels_of, rule, known in rules if new is None else of_place[new]:
+                asked = levels_of(row)
                 if asked not in known:
                     chosen = {FACTORS[place].name: words[place][row[place]] for place in mine if row[place] >= 0}
                     known[asked] = rule.holds(chosen)
@@ -822,7 +854,7 @@ class Space:
     def _cost_of(self, factor: Factor, level: str) -> float:
         """The cost of a level, in new triples. Where tiles are slow, each further tile of a level costs a new pair."""
         cost = factor.cost_of(level)
-        if self.room.steps == math.inf or factor.name not in _OF_SIZE:
+        if not self.room.is_of_slow_tiles or factor.name not in _OF_SIZE:
             return cost
         return cost + PAIR * (steps_of(_smallest({factor.name: level})) / steps_of(_smallest({})) - 1)
 
@@ -915,7 +947,8 @@ class Space:
         if not self.room.pairs:
             return []
         found = [Case.parse(f"{line} {dtype}") for line in PLAIN_CASES for dtype in self.dtypes]
-        if self.room.steps == math.inf:
+        found = [case for case in found if (case.call, case.dtype) != ("autocast", "float32")]
+        if not self.room.is_of_slow_tiles:
             found += [Case.parse(f"{line} {dtype}") for line in LARGE_CASES for dtype in self.dtypes]
             found += self._long() + self._models()
         return [case for case in found if not_claimed(case, self.supports) is None]

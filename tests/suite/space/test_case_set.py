@@ -12,8 +12,8 @@ from flashproof.tensors import inputs, tensors_of
 
 SMALL = 2**13  # numbers of a case whose tensors are compared
 LISTS: dict[tuple[Device, Slow | None], str] = {
-    ("cpu", "tile"): "492dd1242feb3c97",
-    ("cuda", "call"): "c93f08be69bc12f6",
+    ("cpu", "tile"): "bbddea9a0eb7e1ea",
+    ("cuda", "call"): "a284ab9972d08c23",
 }
 TENSORS = "1c7848d41ba1203a"
 
