@@ -107,7 +107,7 @@ FLOAT64 = Claim(Arithmetic(accumulate="float64", weights="float32"), dtype=torch
 class Units:
     """The units of error that one claim, dtype and problem put into the formulas.
 
-    operand, eta and tiny are absolute errors. The other float fields are relative errors.
+    operand, product_tiny, eta and tiny are absolute errors. The other float fields are relative errors.
     """
 
     form: Form
@@ -121,13 +121,15 @@ class Units:
     u_l: float  # the rounding of the LSE to float32; 0 if the accumulator's own roundings include it
     u_n: float  # one operation of the LSE that normalises: as u_a, or of the input dtype as under torch.autocast
     product: float  # the rounding of the operands of a product (TF32, parts)
-    operand: float  # the underflow of an operand of a product, an absolute error
+    operand: float  # the underflow of an operand of a product
+    product_tiny: float  # the underflow of a product that is rounded to the input dtype, as under torch.autocast
     eps_e: float  # the exponential
     eta: float  # the underflow of a weight
     lost: float  # the underflow of a weight, relative to the largest weight of its row
     is_coarse: bool  # e4m3: terms of second order count
     tiny: float  # the underflow of the output
     tiles: int  # n_b, the number of steps of the online softmax
+    query_tiles: int  # the number of steps of the backward over the queries of a head
     row_sum: int  # the length of the longest chain of additions in a row's sum
     by_lse: bool  # whether the forward divides its weights by exp(lse) instead of by their sum
     sixteen_bit_steps: int  # the number of additions into a 16-bit gradient, for each query head
@@ -214,14 +216,15 @@ def units_of(problem: Problem, claim: "Claim") -> Units:
         # With "input", both operands of a product and the product itself are rounded to the input dtype.
         product=3.0 * _ROUNDOFF[dtype] if arithmetic.products == "input" else _PRODUCTS.get(arithmetic.products, 0.0),
         operand=_OPERAND_UNDERFLOW.get(arithmetic.products, 0.0),
+        product_tiny=_UNDERFLOW[dtype] if arithmetic.products == "input" else 0.0,
         eps_e=2.0 * arithmetic.exp_ulps * elementary,
         eta=(_UNDERFLOW[torch.float64] if arithmetic.accumulate == "float64" else arithmetic.exp_smallest)
         + (_UNDERFLOW[dtype] if cast else 0.0),
         lost=_E4M3_WEIGHT_UNDERFLOW if arithmetic.weights == "e4m3" else 0.0,
         is_coarse=of_e4m3,
-        # With "input", a product underflows before it is divided, and the output underflows after that.
-        tiny=(2.0 if arithmetic.products == "input" else 1.0) * _UNDERFLOW[dtype],
+        tiny=_UNDERFLOW[dtype],
         tiles=tiles,
+        query_tiles=math.ceil(problem.query.shape[2] / (arithmetic.query_tile or 16)),
         row_sum=min(keys, arithmetic.key_tile + tiles) if arithmetic.key_tile else keys,
         by_lse=arithmetic.normaliser == "lse",
         sixteen_bit_steps=_sixteen_bit_steps(problem, arithmetic) if sixteen_bit else 0,
@@ -522,6 +525,8 @@ class _Parts:
         error = torch.add(self._errors[known], self.score_mass, alpha=u.gamma(dim) + u.product)
         if u.operand:
             error.add_(_sums_of_both(self.query_abs, self.key_abs), alpha=u.operand * abs(self.scale))
+        if u.product_tiny:
+            error.add_(u.product_tiny * abs(self.scale))
         return error
 
 
@@ -621,8 +626,8 @@ class _Sums:
             + underflow * rows.largest_gain * parts.visible_abs
             + (u.added(u.row_sum) + u.rescaling + 3.0 * u.u_a + u.u_o) * parts.out_abs
             + u.eta * rows.largest_gain * parts.visible_abs
-            + u.operand * rows.largest_gain
-            + u.tiny
+            # A kernel may round the product of each tile before it divides by the sum and by 1 - p.
+            + ((u.operand + u.product_tiny * u.tiles) * rows.largest_gain + u.tiny)
         )
 
     def _backward(self, rows: Rows, parts: _Parts, moved: Tensor, out: Tensor) -> None:
@@ -655,6 +660,8 @@ class _Sums:
         if u.operand:
             both = _sums_of_both(parts.dout_abs, parts.value_abs)
             dscores.add_(both, alpha=2.0 * u.operand * rows.largest_gain)  # dP, and delta as a mean of dP
+        if u.product_tiny:
+            dscores.add_(2.0 * u.product_tiny * rows.largest_gain)  # the same
         dscores.mul_(weights + moved)
         dscores.addcmul_(moved, parts.slope)
         dscores.add_(parts.dscores_abs, alpha=3.0 * u.u_a + u.u_p + over_keys)
@@ -681,17 +688,19 @@ class _Sums:
 
     def finish(self, answer: Attention) -> Attention:
         """Computes the final bound: adds the last roundings and underflows, and applies the factor SECOND_ORDER."""
-        u, bound = self.units, self.bound
+        u, bound, groups = self.units, self.bound, self.problem.groups
         seen = (answer.lse != -math.inf)[..., None]
+        # The products of the tiles that are added to one element. The scale, or 1/(1-p), may come after the rounding.
+        scaled, gain = max(1.0, abs(self.problem.scale)), 1.0 / (1.0 - self.problem.dropout.p)
+        over_keys, over_queries = u.product_tiny * u.tiles, u.product_tiny * u.query_tiles * groups
+        of_dq = (1 + u.sixteen_bit_steps) * u.tiny + over_keys * scaled
+        of_keys = (1 + u.sixteen_bit_steps * groups) * u.tiny
         final = {
             "out": bound.out,
             "lse": bound.lse,
-            "dq": bound.dq
-            + torch.where(seen, (u.u_o + 2.0 * u.u_a) * answer.dq.abs() + (1 + u.sixteen_bit_steps) * u.tiny, 0.0),
-            "dk": bound.dk
-            + (u.u_o + 2.0 * u.u_a) * answer.dk.abs()
-            + (1 + u.sixteen_bit_steps * self.problem.groups) * u.tiny,
-            "dv": bound.dv + u.u_o * answer.dv.abs() + (1 + u.sixteen_bit_steps * self.problem.groups) * u.tiny,
+            "dq": bound.dq + torch.where(seen, (u.u_o + 2.0 * u.u_a) * answer.dq.abs() + of_dq, 0.0),
+            "dk": bound.dk + (u.u_o + 2.0 * u.u_a) * answer.dk.abs() + of_keys + over_queries * scaled,
+            "dv": bound.dv + u.u_o * answer.dv.abs() + of_keys + over_queries * gain,
         }
         return Attention(**{name: SECOND_ORDER * tensor for name, tensor in final.items()})
 
@@ -706,6 +715,7 @@ def _largest_error(problem: Problem, u: Units, largest: float) -> float:
     if u.operand:
         sums = dim * float(problem.query.abs().amax().to(torch.float64) + problem.key.abs().amax().to(torch.float64))
         weight += u.operand * abs(problem.scale) * sums
+    weight += u.product_tiny * abs(problem.scale)
     return 2.0 * weight + u.gamma(u.row_sum) + u.rescaling + 2.0 * u.u_a * (2.0 * lse + 4.0) + u.u_l * lse
 
 

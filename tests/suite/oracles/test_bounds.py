@@ -175,6 +175,16 @@ def test_results_in_the_middle_of_two_numbers_are_no_lean() -> None:
     assert [bias is not None and bias.leans for bias in biases] == [False, True]
 
 
+def test_products_of_tiles_underflow_under_autocast() -> None:
+    """Each of two tiles may lose half of the smallest float16, before the division by 1 - p makes the loss larger."""
+    problem = problem_of("b1 h1 q16 k234 d16 float16 sharp dropout0.6 v.small")
+    half = 2.0**-25
+    found = bounds.bounds(problem, Claim(Arithmetic(products="input", key_tile=128, query_tile=16)))
+    assert bool((found.out >= 2 * half / 0.4 + half).all())
+    assert bool((found.dv >= half / 0.4 + half).all())
+    assert bool((found.dq >= 2 * half + half).all())
+
+
 def test_a_bound_that_says_nothing_is_finite() -> None:
     """Scores of 10000 are rounded to 16 bits, so weights may be wrong by a factor of exp(400)."""
     problem = problem_of("b1 h1 q16 k16 d136 bfloat16 rising x12 shift10000 scale0.02 one-qkv")
