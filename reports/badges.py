@@ -12,7 +12,10 @@ OTHERWISE = "#5b6470"
 
 
 def message(kernel: Kernel, evidence: Evidence) -> str:
-    """The words of a badge: the verdict with the largest rho, the version of the cases, and the commit."""
+    """The words of a badge: the verdict with the largest rho, the version of the cases, and the commit.
+
+    A verdict that comes from a narrowed run says so.
+    """
     state = tables.verdict(kernel).state
     worst = max(
         (j for j in kernel.judged if j.judgement.status == state and j.rho is not None),
@@ -20,6 +23,7 @@ def message(kernel: Kernel, evidence: Evidence) -> str:
         default=None,
     )
     words = {"passed": "holds", "failed": "fails", "known defect": "known defect"}.get(state, str(state))
+    words += " in a narrowed run" if kernel.narrowed_on else ""
     runs = {judged.judgement.run for judged in kernel.judged}
     of_runs = [environment for environment in evidence.environments if environment.run in runs]
     last = of_runs[-1] if of_runs else None
@@ -32,7 +36,7 @@ def message(kernel: Kernel, evidence: Evidence) -> str:
 
 def endpoint(kernel: Kernel, evidence: Evidence) -> str:
     """The JSON that shields.io makes a badge of."""
-    colour = COLOURS.get(tables.verdict(kernel).state, OTHERWISE).removeprefix("#")
+    colour = _colour(kernel).removeprefix("#")
     about = {"schemaVersion": 1, "label": "flashproof", "message": message(kernel, evidence), "color": colour}
     return json.dumps(about) + "\n"
 
@@ -40,7 +44,7 @@ def endpoint(kernel: Kernel, evidence: Evidence) -> str:
 def svg(kernel: Kernel, evidence: Evidence) -> str:
     """The badge as an SVG that needs nothing else."""
     label, words = "flashproof", message(kernel, evidence)
-    colour = COLOURS.get(tables.verdict(kernel).state, OTHERWISE)
+    colour = _colour(kernel)
     left, right = (round(6.3 * len(text)) + 12 for text in (label, words))
     whole = f"{label}: {kernel.name} {words}"
     return (
@@ -52,3 +56,9 @@ def svg(kernel: Kernel, evidence: Evidence) -> str:
         f'<text x="{left / 2}" y="14" textLength="{left - 10}">{label}</text>'
         f'<text x="{left + right / 2}" y="14" textLength="{right - 10}">{escape(words)}</text></g></svg>\n'
     )
+
+
+def _colour(kernel: Kernel) -> str:
+    """The colour of a badge. Only whole runs give the colour of a pass."""
+    state = tables.verdict(kernel).state
+    return OTHERWISE if state == "passed" and kernel.narrowed_on else COLOURS.get(state, OTHERWISE)

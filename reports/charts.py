@@ -120,12 +120,16 @@ def _rho_panel(
     if landmarks:
         _landmarks(drawing, x, y, width, height, [at for at, _ in panel.points], across)
     drawing.line((x, up(1)), (x + width, up(1)), "bound")
+    dotted = all(judged.judgement.status == "passed" for _, judged in place)  # the lines then carry their dots
+    on_lines: set[float] = set()
     for run in _runs([(at, size(judged.rho) if size(judged.rho) >= FOOT else None) for at, judged in place]):
-        drawing.curve([(at, up(figure)) for at, figure in run], "rho")
+        drawing.curve([(at, up(figure)) for at, figure in run], "rho dotted" if dotted else "rho")
+        if dotted and len(run) > 1:
+            on_lines |= {at for at, _ in run}
     for state, shape in SHAPES.items():
         points = [(at, up(max(size(j.rho), FOOT))) for at, j in place if j.judgement.status == state]
         if state == "passed":
-            drawing.marks("dot", points, "dots")
+            drawing.marks("dot", [point for point in points if point[0] not in on_lines], "dots")
         else:
             drawing.marks(shape, points, f"mark {state.replace(' ', '-')}", 3.2)
     worst = max((judged for _, judged in place), key=lambda judged: size(judged.rho))

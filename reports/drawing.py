@@ -51,14 +51,16 @@ class Drawing:
         """label: what the drawing shows, for those who do not see it."""
         self.width, self.height, self.label = width, height, label
         self.parts: list[str] = []
+        self.texts: dict[str, list[str]] = {}  # by their class and anchor; they lie above the parts
+        self.links: list[str] = []  # above the texts
 
     def line(self, one: Point, other: Point, kind: str) -> None:
         """A straight line."""
-        self.parts.append(f'<path class="{kind}" d="M{_points([one])}L{_points([other])}"/>')
+        self.lines([(one, other)], kind)
 
     def lines(self, ends: Iterable[tuple[Point, Point]], kind: str) -> None:
         """Straight lines, as one path."""
-        run = "".join(f"M{_points([one])}L{_points([other])}" for one, other in ends)
+        run = "".join(f"M{_points([one])}{_to(one, other)}" for one, other in ends)
         if run:
             self.parts.append(f'<path class="{kind}" d="{run}"/>')
 
@@ -75,11 +77,7 @@ class Drawing:
 
     def box(self, x: float, y: float, width: float, height: float, kind: str, title: str = "") -> None:
         """A filled rectangle. title: what a pointer on it shows."""
-        about = f"<title>{escape(title)}</title>" if title else ""
-        self.parts.append(
-            f'<rect class="{kind}" x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
-            + (f">{about}</rect>" if about else "/>")
-        )
+        self.parts.append(_box(x, y, width, height, kind, title))
 
     def boxes(self, corners: Iterable[Point], width: float, height: float, kind: str) -> None:
         """Equal filled rectangles, as one path."""
@@ -102,24 +100,37 @@ class Drawing:
         """A line of text. anchor: "start", "middle" or "end". turn: degrees."""
         about = f' class="{kind}"' if kind else ""
         about += "" if anchor == "start" else f' text-anchor="{anchor}"'
-        about += f' transform="rotate({number(turn)} {number(x)} {number(y)})"' if turn else ""
-        self.parts.append(f'<text x="{number(x)}" y="{number(y)}"{about}>{escape(text)}</text>')
+        turned = f' transform="rotate({number(turn)} {number(x)} {number(y)})"' if turn else ""
+        words = f'<text x="{number(x)}" y="{number(y)}"{turned}>{escape(text)}</text>'
+        self.texts.setdefault(about, []).append(words)
 
     def link(self, address: str, title: str, x: float, y: float, width: float, height: float) -> None:
         """An invisible rectangle that leads somewhere. The page holds the same link for the keyboard."""
-        self.parts.append(f'<a href="{escape(address)}" tabindex="-1">')
-        self.box(x, y, width, height, "hit", title)
-        self.parts.append("</a>")
+        box = _box(x, y, width, height, "hit", title)
+        self.links.append(f'<a href="{escape(address)}" tabindex="-1">{box}</a>')
 
     def svg(self) -> Markup:
         """The drawing. One that holds links is a group for those who do not see it, and not an image."""
-        role = "group" if any(part.startswith("<a ") for part in self.parts) else "img"
+        role = "group" if self.links else "img"
+        texts = [f"<g{about}>{''.join(words)}</g>" for about, words in self.texts.items()]
         return Markup(
             f'<svg role="{role}" aria-label="{escape(self.label)}" viewBox="0 0 {number(self.width)} '
             f'{number(self.height)}" width="{number(self.width)}" height="{number(self.height)}">'
-            + "".join(self.parts)
+            + "".join([*self.parts, *texts, *self.links])
             + "</svg>"
         )
+
+
+def _box(x: float, y: float, width: float, height: float, kind: str, title: str) -> str:
+    place = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
+    return f'<rect class="{kind}" {place}' + (f"><title>{escape(title)}</title></rect>" if title else "/>")
+
+
+def _to(one: Point, other: Point) -> str:
+    """A straight line from one point to another. A level or upright line is shorter to write."""
+    if number(one[1]) == number(other[1]):
+        return f"H{number(other[0])}"
+    return f"V{number(other[1])}" if number(one[0]) == number(other[0]) else f"L{_points([other])}"
 
 
 def _points(points: Iterable[Point]) -> str:

@@ -98,6 +98,7 @@ class Kernel:
     """Everything that the records hold about one implementation.
 
     machines: those that judged it, measured its memory or were asked to judge it.
+    whole_on: those on which a whole run verified it (`_whole_on`).
     """
 
     name: str
@@ -109,6 +110,12 @@ class Kernel:
     traffic: tuple[Traffic, ...]
     resources: tuple[Resources, ...]
     claimed_by: tuple[str, ...] = ()  # the runs that contribute to the claim
+    whole_on: frozenset[Machine] = frozenset()
+
+    @cached_property
+    def narrowed_on(self) -> tuple[Machine, ...]:
+        """The machines that judged it, although no run of it was whole there."""
+        return tuple(sorted({judged.machine for judged in self.judged} - self.whole_on))
 
     @cached_property
     def judged_in(self) -> dict[tuple[Machine, str, str], list[Judged]]:
@@ -117,6 +124,16 @@ class Kernel:
         for judged in self.judged:
             of_cell[judged.machine, judged.judgement.dtype, judged.judgement.check].append(judged)
         return dict(of_cell)
+
+    @cached_property
+    def swept(self) -> dict[tuple[Machine, str | None, str, str], list[Judged]]:
+        """The judgements that have a rho and a place on an axis, by machine, tensor, dtype and axis."""
+        along: defaultdict[tuple[Machine, str | None, str, str], list[Judged]] = defaultdict(list)
+        for judged in self.judged:
+            if judged.rho is not None:
+                for axis in judged.judgement.axes:
+                    along[judged.machine, judged.judgement.tensor, judged.judgement.dtype, axis].append(judged)
+        return dict(along)
 
 
 @dataclass(frozen=True)
@@ -283,10 +300,7 @@ def _merged(records: list[Record], environments: dict[str, Environment]) -> Evid
     records = sorted(records, key=lambda record: dates[record.run])
 
     def machine(record: Judgement | Absence | Memory | Curve) -> Machine:
-        environment = environments[record.run]
-        if record.device == environment.kind:
-            return Machine(record.device, environment.device)
-        return Machine(record.device, f"{record.device.upper()} beside {environment.device}")
+        return _machine(record.device, environments[record.run])
 
     records = _since_the_last_whole_run(records, environments, dates)
     judged = [Judged(r, machine(r)) for r in records if isinstance(r, Judgement)]
@@ -336,6 +350,7 @@ def _merged(records: list[Record], environments: dict[str, Environment]) -> Evid
         lambda pair: (msgspec.structs.replace(pair[0], run=""), pair[1]),
     )
     claims = [r for r in records if isinstance(r, Claim)]
+    whole_on = _whole_on(claims, environments)
 
     named = [r for r in records if not isinstance(r, _OF_NO_KERNEL)]
     kernels = []
@@ -356,6 +371,7 @@ def _merged(records: list[Record], environments: dict[str, Environment]) -> Evid
                 name=name,
                 claim=_claim(own_claims),
                 claimed_by=_claimed_by(own_claims),
+                whole_on=frozenset(whole_on[name]),
                 machines=tuple(sorted(machines)),
                 judged=tuple(own),
                 absences=tuple(own_absences),
@@ -483,6 +499,32 @@ def _claimed_by(claims: list[Claim]) -> tuple[str, ...]:
     """The runs whose claims contribute to the result of `_claim`."""
     last = {where: claim.run for claim in claims for where in (*claim.arithmetic, *claim.covered)}
     return tuple(dict.fromkeys([*last.values(), *(claim.run for claim in claims[-1:])]))
+
+
+# Runs that leave out the CPU and nothing else. Other options may leave out checks or cases.
+_GPU_RUN = re.compile(r"pytest -m gpu( -[qv]+| -[np] \S+| --(impl|records|report|durations|search)[= ]\S+)*")
+
+
+def _whole_on(claims: list[Claim], environments: dict[str, Environment]) -> defaultdict[str, set[Machine]]:
+    """By implementation, the machines on which a whole run verified it.
+
+    A whole run verifies on all devices of a machine, and `pytest -m gpu` on its GPU. A run that was interrupted is not
+    whole, and neither is one that died before it wrote a claim.
+    """
+    found: defaultdict[str, set[Machine]] = defaultdict(set)
+    for claim in claims:
+        environment = environments[claim.run]
+        if claim.ended and environment.whole:
+            found[claim.implementation] |= {_machine("cpu", environment), _machine("cuda", environment)}
+        elif claim.ended and "cuda" in claim.covered and _GPU_RUN.fullmatch(environment.command):
+            found[claim.implementation].add(_machine("cuda", environment))
+    return found
+
+
+def _machine(device: Literal["cpu", "cuda"], environment: Environment) -> Machine:
+    """A device of the machine of a run."""
+    beside = "" if device == environment.kind else f"{device.upper()} beside "
+    return Machine(device, f"{beside}{environment.device}")
 
 
 _OF_NO_KERNEL = Environment | Curve | Specimen | Judge | Trial | Combined | Manifest

@@ -123,11 +123,20 @@ class Line:
     note: str
     strips: tuple[Strip, ...]
 
+    @property
+    def group(self) -> str:
+        """The title of the group to which the row belongs."""
+        if self.state == "passed" and self.machine in self.kernel.narrowed_on:
+            return NARROWED
+        return next(title for title, states in GROUPS.items() if self.state in states)
 
+
+NARROWED = "holds its bound on the cases of narrowed runs"
 GROUPS: dict[str, tuple[State, ...]] = {
     "fails": ("failed",),
     "known defects": ("known defect",),
     "holds its bound on every case": ("passed",),
+    NARROWED: (),
     "refused every case": ("refused",),
     "not run here": ("not possible here", "not claimed", "not run"),
 }
@@ -138,8 +147,8 @@ def lines(evidence: Evidence) -> list[tuple[str, list[Line]]]:
     shown = columns(layers(evidence))
     all_lines = [line(kernel, machine, shown, evidence) for kernel in evidence.kernels for machine in kernel.machines]
     groups = []
-    for title, states in GROUPS.items():
-        here = [line for line in all_lines if line.state in states]
+    for title in GROUPS:
+        here = [line for line in all_lines if line.group == title]
         if title == "fails":
             here.sort(
                 key=lambda line: -max((size(_rho(bar.worst)) for s in line.strips for bar in s.bars), default=0.0)
@@ -166,10 +175,13 @@ def line(kernel: Kernel, machine: Machine, shown: tuple[Column, ...], evidence: 
         verdict = tables.verdict(kernel) if not kernel.judged else tables.Cell("not run")
         return Line(kernel, machine, verdict.state, verdict.note, ())
     by_place: defaultdict[tuple[str, str], list[Judged]] = defaultdict(list)
+    keys: dict[tuple[str, str | None], list[str]] = {}  # the columns of a check and tensor
     for judged in own:
-        for column in shown:
-            if column.holds(judged.judgement):
-                by_place[column.key, judged.judgement.dtype].append(judged)
+        one = judged.judgement
+        if (one.check, one.tensor) not in keys:
+            keys[one.check, one.tensor] = [column.key for column in shown if column.holds(one)]
+        for key in keys[one.check, one.tensor]:
+            by_place[key, one.dtype].append(judged)
     dtypes = sorted({*DTYPES, *(judged.judgement.dtype for judged in own if judged.judgement.dtype)}, key=dtype_order)
     whole = tables.found(own)
     strips = tuple(_strip(kernel, machine, column, dtypes, by_place, evidence) for column in shown)
@@ -237,15 +249,50 @@ def verdict(evidence: Evidence) -> Verdict:
     for kernel in evidence.kernels:
         if kernel.name in states:
             by_state[states[kernel.name]].append(kernel)
-    holding = f"{len(by_state['passed'])} of {wording.plural(len(states), 'implementation')}"
-    holding += " holds its bound on every case." if len(by_state["passed"]) == 1 else " hold their bound on every case."
-    if len(states) == 1 and by_state["passed"]:
-        holding = f"{by_state['passed'][0].name} holds its bound on every case."
-    elif len(states) == 1:
-        holding = ""
-    elif len(by_state["passed"]) == len(states):
-        holding = f"All {len(states)} implementations hold their bound on every case."
+    holding = _holding(by_state["passed"], len(states))
     return Verdict(holding, _failing(by_state["failed"]), _others(by_state, evidence))
+
+
+def _holding(passed: list[Kernel], total: int) -> str:
+    """How many implementations hold their bound on every case, and how many on the cases of narrowed runs.
+
+    passed: those that hold it. total: the number of all implementations.
+    """
+    whole = [kernel for kernel in passed if not kernel.narrowed_on]
+    narrowed = [kernel for kernel in passed if kernel.narrowed_on]
+    if total == 1:
+        on = f"the cases that were run; {not_whole(narrowed[0])}" if narrowed else "every case"
+        return f"{passed[0].name} holds its bound on {on}." if passed else ""
+    told = []
+    if whole or not narrowed:
+        told.append(f"{_count(whole, total)} on every case.")
+    if narrowed:
+        subject = _count(narrowed, total) if not whole else f"{len(narrowed)} more {_hold(narrowed)}"
+        why = f"no run of {'it' if len(narrowed) == 1 else 'them'} was whole"
+        if any(kernel.whole_on for kernel in narrowed):
+            why = "not every device had a whole run"
+        told.append(f"{subject} on the cases that were run; {why}.")
+    return " ".join(told)
+
+
+def _count(kernels: list[Kernel], total: int) -> str:
+    every = f"All {total}" if len(kernels) == total else f"{len(kernels)} of {total}"
+    return f"{every} implementations {_hold(kernels)}"
+
+
+def _hold(kernels: list[Kernel]) -> str:
+    return "holds its bound" if len(kernels) == 1 else "hold their bound"
+
+
+def not_whole(kernel: Kernel) -> str:
+    """Where no run of an implementation was whole: "no run was whole".
+
+    It is empty if each machine that judged the implementation had a whole run.
+    """
+    if not kernel.narrowed_on:
+        return ""
+    where = f" on {wording.listed(map(str, kernel.narrowed_on))}" if kernel.whole_on else ""
+    return f"no run{where} was whole"
 
 
 def worst_failure(kernel: Kernel) -> Judged | None:

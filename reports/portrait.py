@@ -117,7 +117,7 @@ def _found(judged: list[Judged]) -> tuple[tables.Cell, str] | None:
 
 def _sentence(kernel: Kernel) -> str:
     """The verdict on an implementation, as a sentence."""
-    whole = tables.verdict(kernel)
+    whole, narrowed = tables.verdict(kernel), overview.not_whole(kernel)
     on = wording.listed(str(machine) for machine in kernel.machines if machine.name)
     if whole.state == "failed":
         worst = overview.worst_failure(kernel)
@@ -125,10 +125,15 @@ def _sentence(kernel: Kernel) -> str:
         failed = [j.judgement for j in kernel.judged if j.judgement.status == "failed"]
         cause = next((f": {one.question}" for one in failed if one.question), "")
         checks = wording.plural(len({one.check for one in failed}), "check")
-        return f"Fails {checks}{cause}. The worst: {wording.reason(worst.judgement)}."
+        found = f"Fails {checks}{cause}. The worst: {wording.reason(worst.judgement)}."
+        return f"{found} {wording.sentence(narrowed)}." if narrowed else found
     if whole.state == "known defect":
         count = sum(j.judgement.status == "known defect" for j in kernel.judged)
-        return f"Holds its bound, but for {wording.plural(count, 'case')} of known defects, on {on}."
+        words = f"Holds its bound, but for {wording.plural(count, 'case')} of known defects, on {on}"
+        return f"{words}; {narrowed}." if narrowed else f"{words}."
+    if whole.state == "passed" and narrowed:
+        judgements = wording.plural(len(kernel.judged), "judgement")
+        return f"Holds its bound on the cases that were run, in {judgements} on {on}; {narrowed}."
     if whole.state == "passed":
         return f"Holds its bound in all {len(kernel.judged):,} judgements on {on}."
     return f"{whole.state.capitalize()}{': ' + whole.note if whole.note else ''}."

@@ -90,6 +90,9 @@ def _absent(kernel: Kernel, machine: Machine, dtype: str, check: str) -> Cell:
             claimed = kernel.claim.supports.get(field)
             if wanted and isinstance(claimed, list) and wanted not in claimed:
                 return Cell("not claimed", note=wanted)
+        # The check measures the memory of every implementation. It judges that of those that claim linear memory.
+        if check.startswith("memory/") and kernel.claim.supports.get("linear_memory") is False:
+            return Cell("not claimed", note="linear memory")
     return Cell("not run")
 
 
@@ -217,16 +220,10 @@ def sweep(kernel: Kernel, axis: str) -> Sweep | None:
 def places(kernel: Kernel, machine: Machine, tensor: str, dtype: str, axis: str) -> list[tuple[float, Judged]]:
     """The worst judgement of a tensor at each place of an axis, in order."""
     worst: dict[float, Judged] = {}
-    for judged in kernel.judged:
-        one = judged.judgement
-        if (
-            (one.tensor, one.dtype, judged.machine) == (tensor, dtype, machine)
-            and axis in one.axes
-            and judged.rho is not None
-        ):
-            place = one.axes[axis]
-            if place not in worst or severity(judged) > severity(worst[place]):
-                worst[place] = judged
+    for judged in kernel.swept.get((machine, tensor, dtype, axis), ()):
+        place = judged.judgement.axes[axis]
+        if place not in worst or severity(judged) > severity(worst[place]):
+            worst[place] = judged
     return sorted(worst.items(), key=lambda pair: pair[0])
 
 

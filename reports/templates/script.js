@@ -63,10 +63,15 @@
     place.replaceChildren(make("p", "loading …"));
     let data;
     try { data = await load(place.dataset.file); } catch (error) { place.replaceChildren(make("p", `Not loaded: ${error.message}`)); return; }
-    const word = (column, index) => data.words[data[column][index]];
+    const word = (column, index) => column === "again" ? word("command", index) + word("case", index) : data.words[data[column][index]];
+    // The gravest status is first, and then the largest rho. A rho that is not finite is larger than all others.
+    const gravity = ["passed", "refused", "known defect", "failed"];
+    const size = (rho) => rho === "" ? -1 : Number.isFinite(+rho) ? +rho : Infinity;
+    const worse = (a, b) => gravity.indexOf(word("status", b)) - gravity.indexOf(word("status", a))
+      || (size(data.rho[a]) < size(data.rho[b])) - (size(data.rho[a]) > size(data.rho[b]));
     const layers = place.dataset.layers.split(" "), tensor = place.dataset.tensor;
     let rows = [...data.rho.keys()].filter((index) =>
-      layers.includes(word("check", index).split("/")[0]) && (!tensor || word("tensor", index) === tensor || !word("tensor", index)));
+      layers.includes(word("check", index).split("/")[0]) && (!tensor || word("tensor", index) === tensor || !word("tensor", index))).sort(worse);
     const all = rows;
     const table = make("table");
     const heads = ["status", "check", "tensor", "dtype", "device", "rho", "bias", "grade", "again"]

@@ -61,7 +61,8 @@ def pages(site: Path) -> dict[str, Page]:
 
 
 def small_site(directory: Path, *records: Record) -> Path:
-    write_site([building.write(directory / "run.jsonl", [environment(), *records])], directory / "site")
+    """Returns the site of a run. The run is whole for the implementations that have a claim in the records."""
+    write_site([building.write(directory / "run.jsonl", [environment(whole=True), *records])], directory / "site")
     return directory / "site"
 
 
@@ -118,9 +119,12 @@ def test_the_index_begins_with_a_sentence_of_verdict(site: Path) -> None:
 @pytest.mark.parametrize(
     ("records", "words"),
     [
-        ([judgement()], "triton.fa2 holds its bound on every case. out of triton.fa2 in float32 comes closest to its"),
         (
-            [judgement(), judgement("b", check="gradients/backward", tensor="dv", status="failed", rho=1.7)],
+            [claim(), judgement()],
+            "triton.fa2 holds its bound on every case. out of triton.fa2 in float32 comes closest to its",
+        ),
+        (
+            [claim(), judgement(), judgement("b", check="gradients/backward", tensor="dv", status="failed", rho=1.7)],
             "1 of 2 implementations holds its bound on every case. "
             "b on AMD EPYC, 2 cores fails: dV in float32 is 1.7 times as far off as its arithmetic allows.",
         ),
@@ -136,6 +140,83 @@ def test_the_index_begins_with_a_sentence_of_verdict(site: Path) -> None:
 )
 def test_the_sentence_says_what_is_right_and_what_is_wrong(tmp_path: Path, records: list[Record], words: str) -> None:
     assert words in pages(small_site(tmp_path, *records))["index.html"].words
+
+
+def run(*records: Record, **fields: Any) -> list[Record]:
+    """Returns the records of a run. fields: of its environment, where they differ from those of a narrowed run."""
+    return [environment(**fields), *records]
+
+
+def several(directory: Path, *runs: list[Record]) -> Path:
+    """Returns the site of several runs."""
+    paths = [building.write(directory / f"{number}.jsonl", one) for number, one in enumerate(runs)]
+    return write_site(paths, directory / "site").parent
+
+
+PASSED: list[Record] = [claim(), judgement(rho=0.5)]
+ON_GPU: list[Record] = [claim(run=building.GPU), judgement(run=building.GPU, rho=0.5)]
+
+
+@pytest.mark.parametrize(
+    ("runs", "words"),
+    [
+        ([run(*PASSED)], "triton.fa2 holds its bound on the cases that were run; no run was whole. out of"),
+        ([run(*PASSED, whole=True)], "triton.fa2 holds its bound on every case. out of"),
+        (
+            [run(*PASSED, whole=True), run(*ON_GPU, run=building.GPU)],
+            "triton.fa2 holds its bound on the cases that were run; no run on NVIDIA H200 was whole. out of",
+        ),
+        (
+            [run(*PASSED, judgement("b", status="failed", rho=1.7))],
+            "1 of 2 implementations holds its bound on the cases that were run; no run of it was whole. b on AMD",
+        ),
+        (
+            [run(*PASSED, judgement("b"))],
+            "All 2 implementations hold their bound on the cases that were run; no run of them was whole. out",
+        ),
+        (
+            [run(*PASSED, judgement("b"), whole=True)],
+            "1 of 2 implementations holds its bound on every case. "
+            "1 more holds its bound on the cases that were run; no run of it was whole. out",
+        ),
+        (
+            [run(*PASSED, claim("b"), judgement("b"), whole=True), run(*ON_GPU, run=building.GPU)],
+            "1 more holds its bound on the cases that were run; not every device had a whole run. out",
+        ),
+    ],
+)
+def test_the_sentence_says_that_a_run_was_narrowed(tmp_path: Path, runs: list[list[Record]], words: str) -> None:
+    assert words in pages(several(tmp_path, *runs))["index.html"].words
+
+
+def test_the_matrix_keeps_narrowed_runs_apart(tmp_path: Path) -> None:
+    site = several(tmp_path, run(*PASSED, whole=True), run(*ON_GPU, run=building.GPU))
+    words = pages(site)["index.html"].words
+    every, narrowed = (
+        words.index(f"holds its bound on {on} 1 triton.fa2 {machine}")
+        for on, machine in (("every case", "EPYC"), ("the cases of narrowed runs", "H200"))
+    )
+    assert every < narrowed
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        (PASSED, "Holds its bound on the cases that were run, in 1 judgement on AMD EPYC, 2 cores; no run was whole."),
+        (
+            [claim(), judgement(status="known defect", rho=3.0)],
+            "Holds its bound, but for 1 case of known defects, on AMD EPYC, 2 cores; no run was whole.",
+        ),
+        (
+            [claim(), judgement(status="failed", rho=3.0)],
+            "The worst: out in float32 is 3.0 times as far off as its arithmetic allows. No run was whole.",
+        ),
+    ],
+)
+def test_the_page_says_that_a_run_was_narrowed(tmp_path: Path, records: list[Record], words: str) -> None:
+    assert words in the_page(several(tmp_path / "narrowed", run(*records)), "triton.fa2").words
+    whole = the_page(several(tmp_path / "whole", run(*records, whole=True)), "triton.fa2").words
+    assert "was whole" not in whole
 
 
 def test_accuracy_is_told_before_special_calls(tmp_path: Path) -> None:
@@ -223,10 +304,10 @@ def test_every_chart_says_what_it_shows(site: Path) -> None:
 def test_the_file_of_cases_holds_every_judgement(tmp_path: Path) -> None:
     judged = [judgement(rho=0.5), judgement(case="x", status="failed", rho=7.0, message="two sums"), judgement("other")]
     data = every_case(small_site(tmp_path, *judged), "triton.fa2")
-    assert [data["words"][i] for i in data["status"]] == ["failed", "passed"]
-    assert data["rho"] == ["7.0", "0.50"]
-    assert data["words"][data["again"][0]] == "pytest --impl triton.fa2 --case x"
-    assert data["words"][data["said"][0]] == "two sums"
+    assert [data["words"][i] for i in data["status"]] == ["passed", "failed"]
+    assert data["rho"] == ["0.50", "7.0"]
+    assert data["words"][data["command"][1]] + data["words"][data["case"][1]] == "pytest --impl triton.fa2 --case x"
+    assert data["words"][data["said"][1]] == "two sums"
 
 
 def test_a_failure_shows_where_in_the_tensor_it_lies(tmp_path: Path) -> None:
@@ -361,7 +442,7 @@ def test_pages_of_an_earlier_site_go_and_other_files_stay(tmp_path: Path) -> Non
 
 
 def test_badges_tell_the_verdict_and_the_commit(tmp_path: Path) -> None:
-    site = small_site(tmp_path, judgement(rho=0.5), judgement("b", status="failed", rho=1.7))
+    site = small_site(tmp_path, claim(), judgement(rho=0.5), claim("b"), judgement("b", status="failed", rho=1.7))
     badge = json.loads((site / "badges" / "b.json").read_text())
     assert badge == {
         "schemaVersion": 1,
@@ -370,6 +451,21 @@ def test_badges_tell_the_verdict_and_the_commit(tmp_path: Path) -> None:
         "color": "c62828",
     }
     assert "holds · rho 0.50 · 0123456" in (site / "badges" / "triton.fa2.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("status", "words", "colour"),
+    [("passed", "holds", "5b6470"), ("failed", "fails", "c62828"), ("known defect", "known defect", "9a5b00")],
+)
+def test_a_badge_says_that_a_run_was_narrowed(tmp_path: Path, status: Any, words: str, colour: str) -> None:
+    """A pass of a narrowed run does not have the colour of a pass."""
+    site = several(tmp_path, run(claim(), judgement(status=status, rho=0.5)))
+    badge = json.loads((site / "badges" / "triton.fa2.json").read_text())
+    message = f"{words} in a narrowed run · rho 0.50 · 0123456"
+    assert (badge["message"], badge["color"]) == (message, colour)
+    svg = (site / "badges" / "triton.fa2.svg").read_text()
+    assert message in svg
+    assert f'fill="#{colour}"' in svg
 
 
 def test_nothing_imports_torch(tmp_path: Path) -> None:
@@ -457,6 +553,19 @@ def test_errors_of_all_elements_stand_beside_the_correctly_rounded_result(tmp_pa
     assert gradients == "gradients, float32: 80 elements, 100 % within 1 ulp"
     assert first.count('class="fill rho"') == first.count('class="exact"') == 1
     assert portrait._histograms(kernel) == []
+
+
+@pytest.mark.parametrize(("status", "classes"), [("passed", {"rho dotted"}), ("failed", {"rho", "dots"})])
+def test_each_point_of_a_line_is_marked_once(tmp_path: Path, status: Any, classes: set[str]) -> None:
+    """A line on which all points pass carries their dots itself. Only a rho too small for the chart needs its own."""
+    axes = [{"queries": float(2**power)} for power in range(4)]
+    judged = [judgement(case=str(place), rho=0.5, axes=place) for place in axes[:3]]
+    judged.append(judgement(case="last", rho=0.5, axes=axes[3], status=status))
+    page = (small_site(tmp_path, *judged) / "triton.fa2.html").read_text("utf-8")
+    assert set(re.findall(r'<path class="(rho dotted|rho|dots)" d="m', page)) == classes
+    judged[0] = judgement(case="first", rho=1e-6, axes=axes[0])
+    page = (small_site(tmp_path / "small", *judged) / "triton.fa2.html").read_text("utf-8")
+    assert "dots" in re.findall(r'<path class="(dots)" d="m', page)
 
 
 def test_the_unshifted_softmax_is_beside_the_landmarks(site: Path) -> None:

@@ -204,10 +204,11 @@ def test_a_table_has_the_bytes_of_one_measurement(tmp_path: Path) -> None:
 def boxes(svg: Markup) -> list[tuple[str, charts.Box]]:
     """The texts of a drawing, with the place that each takes at most."""
     found = []
-    for x, y, about, text in re.findall(r'<text x="([-\d.]+)" y="([-\d.]+)"([^>]*)>([^<]*)<', svg):
-        width = charts.LETTER * len(text)
-        left = float(x) - width * (0.5 if "middle" in about else 1.0 if '"end"' in about else 0.0)
-        found.append((text, charts.Box(left, float(y) - 9, left + width, float(y) + 2)))
+    for about, group in re.findall(r"<g([^>]*)>(.*?)</g>", svg):
+        for x, y, text in re.findall(r'<text x="([-\d.]+)" y="([-\d.]+)"[^>]*>([^<]*)<', group):
+            width = charts.LETTER * len(text)
+            left = float(x) - width * (0.5 if "middle" in about else 1.0 if '"end"' in about else 0.0)
+            found.append((text, charts.Box(left, float(y) - 9, left + width, float(y) + 2)))
     return found
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flashproof.reports import tables
+from flashproof.reports import front, overview, tables
 from flashproof.reports.evidence import Evidence, Kernel, gather
 from flashproof.reports.record import Absence, Record
 from flashproof.tests.suite.reports import building
@@ -89,6 +89,26 @@ def test_what_was_not_judged_says_why(tmp_path: Path) -> None:
 
 def test_a_claim_without_the_device_is_not_claimed(tmp_path: Path) -> None:
     assert the_cell(kernel(tmp_path, claim(supports={"devices": ["cuda"]}))) == tables.Cell("not claimed", note="cpu")
+
+
+@pytest.mark.parametrize(("linear", "state"), [(False, "not claimed"), (True, "not run"), (None, "not run")])
+def test_memory_that_is_measured_and_not_judged_is_not_claimed(
+    tmp_path: Path, linear: bool | None, state: tables.State
+) -> None:
+    """The check measures each implementation. It judges only those that claim linear memory."""
+    supports = building.SUPPORTS | ({} if linear is None else {"linear_memory": linear})
+    judged: list[Record] = [
+        claim(supports=supports),
+        judgement(),
+        *building.measured("triton.fa2", building.CPU, growth=2),
+    ]
+    other: list[Record] = [claim("other"), judgement("other", check="memory/memory_growth", tensor=None, rho=None)]
+    found = evidence(tmp_path, *judged, *other)
+    own = next(one for one in found.kernels if one.name == "triton.fa2")
+    assert the_cell(own, check="memory/memory_growth").state == state
+    line = overview.line(own, own.machines[0], overview.columns(overview.layers(found)), found)
+    strip = next(strip for strip in line.strips if strip.column.key == "memory")
+    assert front.Cell(strip).nothing == state
 
 
 def test_the_verdict_of_nothing_is_not_a_pass(tmp_path: Path) -> None:
