@@ -7,7 +7,7 @@ once, with advice, and leaves its other checks out.
 import os
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -96,6 +96,20 @@ def not_a_tensor(returned: object, attention: Callable[..., object], name: str) 
         # A function with a parameter return_lse returns (out, lse) only if that parameter is True.
         return f"{words}; {wrapping.advice(wrapping.first_of_tuple(parameters, name), name)}"
     return f"{words}; give a function that returns the output"
+
+
+def of_another_layout(shape: Sequence[int], expected: Sequence[int], keys: int) -> str:
+    """Says how a wrong shape of an output may come from [batch, length, heads, dim]. Empty if it may not.
+
+    expected: [batch, heads, queries, dim]. A function for the other layout takes one query for one head, and as many
+    keys for as many heads. So it repeats the query for each of them.
+    """
+    batch, heads, queries, dim = expected
+    if tuple(shape) == (batch, queries, heads, dim):
+        return ": this is [batch, length, heads, dim]"
+    if queries == 1 and tuple(shape) == (batch, heads, keys, dim):
+        return ": a function for tensors of the layout [batch, length, heads, dim] returns this shape"
+    return ""
 
 
 def _kind(value: object) -> str:

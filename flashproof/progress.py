@@ -17,7 +17,7 @@ from rich.text import Text
 from flashproof import summary
 from flashproof.cases import OF_DOUT, Case
 from flashproof.reports import wording
-from flashproof.reports.causes import one_screen
+from flashproof.reports.causes import capped, capped_rho, one_screen
 from flashproof.reports.evidence import DTYPES, TENSORS, size, worst_rho
 from flashproof.reports.record import Judgement, Record
 from flashproof.running import Watcher
@@ -27,7 +27,8 @@ REFRESH = 0.1  # seconds between two pictures of the bar
 WIDTH = 140  # where the output is no terminal
 LEGEND = """\
 rho is an error divided by the largest one that the claimed arithmetic can make. Up to 1 passes.
-ulps: the largest error on normal inputs, in units in the last place of the largest number of its tensor."""
+ulps: the largest error on normal inputs and in cases that failed, in units in the last place of the largest number of
+its tensor. A dash stands where there is no figure."""
 
 
 class Display(Watcher):
@@ -40,7 +41,7 @@ class Display(Watcher):
         self.console = Console(file=self.output, highlight=False, soft_wrap=True, width=width)
         self.command = command
         self.judged: dict[tuple[str, str, str], Judgement] = {}  # the worst by implementation, tensor, dtype
-        self.ulps: dict[tuple[str, str, str], float | str] = {}  # the largest error, likewise
+        self.ulps: dict[tuple[str, str, str, str], float | str] = {}  # the largest error, likewise and by status
         self.failed: dict[str, set[tuple[str, str]]] = {}  # checks and dtypes, by implementation
         self.total = 0
         self.spoken = self.drawn = time.monotonic()
@@ -96,8 +97,10 @@ class Display(Watcher):
             if before is None or size(worst_rho(record)) > size(worst_rho(before)):
                 self.judged[place] = record
             # In other cases an error of many ulps may be right, for example where scores are large.
-            if record.ulps is not None and size(record.ulps) > size(self.ulps.get(place)) and _is_normal(record.case):
-                self.ulps[place] = record.ulps
+            counts = record.status == "failed" or _is_normal(record.case)
+            own = *place, record.status
+            if counts and record.ulps is not None and size(record.ulps) > size(self.ulps.get(own)):
+                self.ulps[own] = record.ulps
         if record.status == "failed":
             is_first = record.implementation not in self.failed
             self.failed.setdefault(record.implementation, set()).add((record.check, record.dtype))
@@ -169,12 +172,7 @@ class Display(Watcher):
             shown = [tensor for tensor in TENSORS if any((tensor, dtype) in figures for dtype in dtypes)]
             for tensor in shown:
                 found = [figures.get((tensor, dtype)) for dtype in dtypes]
-                largest = [self.ulps.get((name, tensor, dtype)) for dtype in dtypes]
-                cells = [
-                    f"{_cell(one)} {'' if ulps is None else wording.number(ulps):>6}"
-                    for one, ulps in zip(found, largest, strict=True)
-                ]
-                table.add_row(tensor, *cells)
+                table.add_row(tensor, *[f"{_cell(one)} {self._ulps(one):>6}" for one in found])
             self.console.print(table)
             if len({of for of, _, _ in self.judged}) == 1:
                 self.console.print(LEGEND, markup=False)
@@ -184,6 +182,14 @@ class Display(Watcher):
                     of_tensor = [one for (of, _), one in figures.items() if of == tensor]
                     worst = max(of_tensor, key=lambda one: size(worst_rho(one)))
                     self.console.print(f"  {tensor:4} {worst.case}", markup=False, soft_wrap=True)
+
+    def _ulps(self, worst: Judgement | None) -> str:
+        """The largest error in ulps of a tensor and dtype. A dash if it failed and no case that failed has a figure."""
+        if worst is None:
+            return capped(None)
+        place = worst.implementation, worst.tensor or "", worst.dtype
+        own, passed = (self.ulps.get((*place, status)) for status in (worst.status, "passed"))
+        return capped(own if own is None else max(own, passed, key=size))
 
 
 class CaseDisplay(Display):
@@ -232,12 +238,12 @@ def _is_normal(line: str) -> bool:
 
 
 def _rho(judgement: Judgement) -> str:
-    return wording.rho(worst_rho(judgement))
+    return capped_rho(worst_rho(judgement))
 
 
 def _cell(judgement: Judgement | None) -> str:
     if judgement is None:
-        return ""
+        return "–"
     return f"[red]{_rho(judgement)}[/]" if judgement.status == "failed" else _rho(judgement)
 
 

@@ -69,15 +69,18 @@ def answered(
     """The question that the wrong tensors of an answer are right for: "this is the answer without the causal mask".
 
     judged: the verdicts on tensors of the answer, which are on the problem's device. truth: the exact result and bound
-    of these verdicts. Empty if nothing failed or nothing is found. With a single key, there is no other question.
+    of these verdicts. Empty if nothing failed or nothing is found. With a single key, there is no other question. If
+    every wrong tensor is 0 everywhere, this is said, and no question is tried.
     """
     wrong = [each for each in judged if not each.passed]
     failed = {name: answer[name] for name in TENSORS if any(each.tensor == name for each in wrong)}
+    zeros = [name for name, tensor in failed.items() if not tensor.any()]
+    if failed and len(zeros) == len(failed):
+        return f"{_are(zeros)} 0 everywhere"
     if not failed or problem.key.shape[2] == 1 or not all(map(_has_no_nan, failed.values())):
         return ""
     # A question that is fitted to a wrong answer explains the answer only if it matches much better.
     limit = min(1.0, max(each.worst_rho for each in wrong) / 2.0)
-    zeros = [name for name, tensor in failed.items() if not tensor.any()]
     for other in _others(problem, answer, limit):
         met = _met(other, failed, truth, claim)
         if met and (_is_whole(met, failed, other) or not zeros):  # a part may be right for it just because it is 0
@@ -102,7 +105,11 @@ def _are(names: Sequence[str]) -> str:
 
 
 def _met(other: _Other, failed: Mapping[TensorName, Tensor], truth: Exact, claim: Arithmetic) -> list[TensorName]:
-    """The wrong tensors that are inside the bounds of the other question. Empty if the first of them is outside."""
+    """The wrong tensors that are inside the bounds of the other question. Empty if the first of them is outside.
+
+    Also empty if zeros would be inside in place of each of these tensors: they are then nearly 0 for the other
+    question, and do not tell it from others. With one head and another layout, dq and dk are 0.
+    """
     asked = {name: _distance(tensor, getattr(truth.answer, name)) for name, tensor in failed.items()}
     names = [name for name in failed if name in other.only]
     # Most other questions already fail in the first head, which is faster to compute.
@@ -123,7 +130,13 @@ def _met(other: _Other, failed: Mapping[TensorName, Tensor], truth: Exact, claim
             elif not met:
                 return []
         names = met
-    return names
+    return names if any(_is_told_from_zero(failed[name], name, other, exact) for name in names) else []
+
+
+def _is_told_from_zero(tensor: Tensor, name: TensorName, other: _Other, exact: Exact) -> bool:
+    """Whether zeros in place of a tensor of the answer would be outside the bound of the other question."""
+    zeros = torch.zeros_like(other.view(tensor))
+    return judging.judge_tensor(zeros, other.names.get(name, name), exact).worst_rho > 1.0
 
 
 def _distance(actual: Tensor, exact: Tensor) -> float:

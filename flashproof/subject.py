@@ -497,7 +497,7 @@ def concluded(subject: Subject) -> Generator[None]:
     if not subject.judged and subject.refusals:
         pytest.skip(f"refused: {subject.refusals[0]}")
     if not subject.judged:
-        pytest.skip("nothing to judge: no claimed case of this check is in this run")
+        pytest.skip("no case in this run: no claimed case of this check was selected")
 
 
 def summary(subject: Subject, most: int = 3) -> str:

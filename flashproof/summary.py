@@ -15,7 +15,7 @@ from flashproof.cases import not_claimed
 from flashproof.failures import IN_FULL, groups, in_short, told
 from flashproof.impls.spec import DTYPES, Implementation
 from flashproof.reports import wording
-from flashproof.reports.causes import without_numbers
+from flashproof.reports.causes import capped_rho, without_numbers
 from flashproof.reports.evidence import worst_rho
 from flashproof.session import Session
 from flashproof.targets import Loaded
@@ -138,7 +138,7 @@ def _reasons(session: Session) -> str:
     found: Counter[str] = Counter()
     for reason, count in session.reasons.items():
         head, colon, _ = reason.partition(": ")
-        found[head if colon and head in ("refused", "nothing to judge") else reason] += count
+        found[head if colon and head in ("refused", "no case in this run") else reason] += count
     if len(found) == 1:
         return next(iter(found))
     return "; ".join(f"{count:,} {reason}" for reason, count in found.most_common())
@@ -167,7 +167,7 @@ def last_lines(session: Session) -> Iterator[Line]:
     searched = getattr(session.config.option, "flashproof_search", None)
     for (name, dtype), found in session.found.items() if searched else ():
         of = f", {found.worst.note}" if found.worst and found.status == "passed" else ""
-        figure = f"rho {wording.rho(worst_rho(found))} of {found.tensor}{of}"
+        figure = f"rho {capped_rho(worst_rho(found))} of {found.tensor}{of}"
         yield Line(f"search: {name}, {dtype}: {figure}: {found.case}")
 
 

@@ -2,16 +2,18 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from flashproof.reports import wording
 from flashproof.reports.evidence import size, worst_rho
 from flashproof.reports.record import Judgement
 
+LARGE = 1e6  # a larger figure is shown as such, without its digits
 CAUSES = 3  # the number of causes that are shown for an implementation
 RARE = 10  # an explained cause with fewer failures than a tenth of those of the first is not shown
 _SCALE = re.compile(r"with a scale of .*\((.*) times as large\)")
 _SIZES = re.compile(r"b(\d+) h(\d+)(?:/\d+)? q(\d+) k(\d+) d(\d+)\b")
+_PLAIN = re.compile(r"float32|float16|bfloat16|full|normal|seed\d+")  # words of a case that make it no more special
 _SUBJECT = re.compile(r"^[\w, ]*? (is|are|has|have) ")
 _FACTOR = re.compile(r" is (.*) times the exact result")
 
@@ -57,23 +59,30 @@ def one_screen(name: str, failures: Sequence[Judgement]) -> Iterator[str]:
     shown = [group for group in explained if len(group) * RARE >= len(explained[0])]
     shown = (shown if is_explained else [*shown, *(group for group in alike if not group[0].question)])[:CAUSES]
     for group in shown:
-        yield f"  {_cause(group)}"
-        yield f"    {_extent(group)}; the smallest case:"
-        yield f"    again: {wording.repeat_line(min(group, key=_work))}"
+        simplest = _simplest(group)
+        yield f"  {_cause(simplest, group)}"
+        yield f"    {_extent(group)}; the simplest case:"
+        yield f"    again: {wording.repeat_line(simplest)}"
     if rest := len(failures) - sum(map(len, shown)):
         yield f"  and {wording.plural(rest, 'more failure')}" + (", which may follow from this" if is_explained else "")
 
 
-def _cause(group: Sequence[Judgement]) -> str:
-    first, questions = group[0], [one.question for one in group]
-    if first.question:
-        alike = [words for words in questions if _SCALE.search(words)] or questions
-        return max(alike, key=alike.count)
-    if first.rho is None and first.message:
-        return first.message.partition("\n")[0]
+def _simplest(group: Sequence[Judgement]) -> Judgement:
+    """The failure of a group with the simplest case, among those that tell the cause in the most frequent words."""
+    alike = [one for one in group if _SCALE.search(one.question)] or group
+    words = [without_numbers(one.question.partition(":")[0]) for one in alike]
+    usual = max(words, key=words.count)
+    return min((one for one, said in zip(alike, words, strict=True) if said == usual), key=_complexity)
+
+
+def _cause(simplest: Judgement, group: Sequence[Judgement]) -> str:
+    """The cause of a group in the words of its simplest case, or else the largest rho of the group."""
+    if simplest.question:
+        return simplest.question
+    if simplest.rho is None and simplest.message:
+        return simplest.message.partition("\n")[0]
     worst = max(group, key=lambda one: size(worst_rho(one)))
-    times = wording.rho(worst_rho(worst))
-    return f"{first.check}: the error of {worst.tensor or 'the result'} is {times} times the bound"
+    return f"{simplest.check}: the largest rho is {capped_rho(worst_rho(worst))} ({worst.tensor or 'the result'})"
 
 
 def _extent(group: Sequence[Judgement]) -> str:
@@ -82,7 +91,23 @@ def _extent(group: Sequence[Judgement]) -> str:
     return f"in {wording.plural(len(places), 'check')}, {wording.listed(dict.fromkeys(one.dtype for one in group))}"
 
 
-def _work(failure: Judgement) -> float:
-    """The size of a case. A text that is not a case counts as larger than every case."""
+def _complexity(failure: Judgement) -> tuple[float, float]:
+    """How many words of a case are special, and the size of the case.
+
+    A text that is not a case counts as larger than every case.
+    """
     sizes = _SIZES.match(failure.case)
-    return math.prod(map(int, sizes.groups())) if sizes else math.inf
+    if not sizes:
+        return math.inf, math.inf
+    special = [word for word in failure.case[sizes.end() :].split() if not _PLAIN.fullmatch(word)]
+    return len(special), math.prod(map(int, sizes.groups()))
+
+
+def capped_rho(rho: float | str | None) -> str:
+    """A rho in a table or a summary (`capped`)."""
+    return capped(rho, wording.rho)
+
+
+def capped(figure: float | str | None, words: Callable[[float | str | None], str] = wording.number) -> str:
+    """A figure in a table or a summary, or `>1e6` if it is larger, since its digits then say nothing."""
+    return ">1e6" if LARGE < size(figure) < math.inf else words(figure)

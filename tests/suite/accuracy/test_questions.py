@@ -124,6 +124,28 @@ def test_a_layout_with_one_head_is_no_gradient_of_zero() -> None:
     assert words.startswith("this is the answer for tensors of the layout [batch, length, heads, dim]")
 
 
+@pytest.mark.parametrize(
+    ("line", "wrong", "words"),
+    [
+        ("q40 k40 d32", {"dk": 0.0}, "dk is 0 everywhere"),  # not the layout, nor key and value exchanged
+        ("q40 k40 d32 causal", {"dq": 0.0}, "dq is 0 everywhere"),
+        ("q40 k40 d32 causal", {"out": 0.0, "dq": 0.0, "dk": 0.0, "dv": 0.0}, "out, dq, dk and dv are 0 everywhere"),
+        ("q9 k1 d32", {"dv": 0.0}, "dv is 0 everywhere"),  # with one key
+        ("q40 k40 d32", {"dk": 1e-9}, ""),  # nearly 0
+    ],
+    ids=str,
+)
+def test_a_tensor_of_zeros_answers_no_question(line: str, wrong: dict[Any, float], words: str) -> None:
+    """For some other questions a gradient is 0. So a tensor of zeros, or of nearly 0, tells no question from others."""
+    case, claim = Case.parse(f"b1 h1 {line}"), arithmetic_of_callables("float32", "cpu")
+    given, right = answered(sdpa, case)
+    answer = {name: tensor.detach() for name, tensor in right.items()}
+    answer |= {name: size * torch.randn(answer[name].shape) for name, size in wrong.items()}
+    truth = judging.exact(case, claim, "cpu")
+    judged = [judging.judge_tensor(answer[name], name, truth) for name in ALL]  # type: ignore[arg-type]
+    assert questions.answered(given.problem(case), answer, judged, truth, claim) == words  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kernel", SAID, ids=lambda kernel: kernel.__name__)
 def test_the_first_failure_names_the_question(kernel: Callable[..., Tensor]) -> None:
     line, words = SAID[kernel]

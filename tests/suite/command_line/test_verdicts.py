@@ -1,5 +1,6 @@
 """The last lines of a run: what its verdict claims, why checks were left out, and how it groups equal failures."""
 
+import io
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import flashproof
-from flashproof import failures, listing, quick, summary
+from flashproof import diagnosis, failures, listing, progress, quick, summary
 from flashproof.cases import Case
 from flashproof.impls.spec import DTYPES
 from flashproof.registry import checks
@@ -127,6 +128,13 @@ def session(**fields: Any) -> Any:
             },
             "verified: 3 checks: 1 passed, 2 left out (refused)",
         ),
+        (
+            {
+                "outcomes": Counter(passed=1, skipped=3),
+                "reasons": Counter({"no case in this run: no claimed case of this check was selected": 2, "x": 1}),
+            },
+            "verified: 4 checks: 1 passed, 3 left out (2 no case in this run; 1 x)",
+        ),
     ],
 )
 def test_a_verdict_claims_what_was_run(fields: dict[str, Any], words: str) -> None:
@@ -147,7 +155,7 @@ def test_a_verdict_claims_what_was_run(fields: dict[str, Any], words: str) -> No
     ],
 )
 def test_a_verdict_names_the_parameters_that_no_call_was_given(fields: dict[str, Any], words: str) -> None:
-    """A verdict with such parameters is yellow, and never green."""
+    """A verdict that names parameters is yellow, and never green."""
     sdpa = of_callable(torch.nn.functional.scaled_dot_product_attention, "f")
     loaded = SimpleNamespace(name="f", is_external=True, implementation=sdpa)
     found = summary.verdict(session(loaded=[loaded], **fields))
@@ -253,14 +261,14 @@ def test_the_last_line(project: Path, words: list[str], status: int, says: str) 
     ids=str,
 )
 def test_what_has_to_be_verified(project: Path, words: list[str], status: int, says: str) -> None:
-    """--require and --strict make a run fail that left something unverified, and the last lines say what."""
+    """With --require or --strict, a run fails if it left something unverified. The last lines say what."""
     ended, said = run(project, *words, "--case", SMALL, "-k", "accuracy or gradients", "--records", "run.jsonl")
     assert ended == status, said
     assert re.search(says, said, re.MULTILINE), said
 
 
 def test_parameters_that_no_call_was_given(project: Path) -> None:
-    """By default a run names them, and with --strict it fails."""
+    """A run names the parameters that no call was given. With --strict, it also fails."""
     (project / "other.py").write_text(
         f"{KERNELS}\n\ndef renamed(q, k, v, causal=False, sm_scale=None):\n    return right(q, k, v, causal)\n"
     )
@@ -310,7 +318,7 @@ def test_a_result_says_it_too(project: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_failures_fit_one_screen() -> None:
-    """Failures with one cause are told once, the known causes first, each with its smallest case."""
+    """Failures with one cause are told once, the known causes first, each with its simplest case."""
 
     def judgement(check: str, queries: int, question: str = "", dtype: Any = "float32") -> Judgement:
         return Judgement(
@@ -321,11 +329,11 @@ def test_failures_fit_one_screen() -> None:
     unknown = [judgement("a/a", 9), judgement("a/b", 9)]
     assert list(causes.one_screen("f", [*unknown, judgement("a/a", 3)])) == [
         "f is wrong: out in float32; 2 checks failed",
-        "  a/a: the error of out is 2.0 times the bound",
-        "    in 1 check, float32; the smallest case:",
+        "  a/a: the largest rho is 2.0 (out)",
+        "    in 1 check, float32; the simplest case:",
         "    again: pytest --impl f --case 'b1 h1 q3 k4 d8 float32'",
-        "  a/b: the error of out is 2.0 times the bound",
-        "    in 1 check, float32; the smallest case:",
+        "  a/b: the largest rho is 2.0 (out)",
+        "    in 1 check, float32; the simplest case:",
         "    again: pytest --impl f --case 'b1 h1 q9 k4 d8 float32'",
     ]
     scale = "this is the answer with a scale of {}, not {} (1.001 times as large)"
@@ -337,11 +345,11 @@ def test_failures_fit_one_screen() -> None:
     ]
     assert list(causes.one_screen("f", unknown + known)) == [
         "f is wrong: out in float32 and float16; 6 checks failed",
-        f"  {scale.format(0.2002, 0.2)}",
-        "    in 3 checks, float32 and float16; the smallest case:",
+        f"  {scale.format(0.1001, 0.1)}",
+        "    in 3 checks, float32 and float16; the simplest case:",
         "    again: pytest --impl f --case 'b1 h1 q4 k4 d8 float16'",
         "  this is the answer without the causal mask",
-        "    in 1 check, float32; the smallest case:",
+        "    in 1 check, float32; the simplest case:",
         "    again: pytest --impl f --case 'b1 h1 q6 k4 d8 float32'",
         "  and 2 more failures, which may follow from this",
     ]
@@ -354,27 +362,104 @@ def test_failures_fit_one_screen() -> None:
     assert list(causes.one_screen("f", of_few)) == [
         "f is wrong: out in float32; 2 checks failed",
         "  dq and dk are 0 everywhere",
-        "    in 1 check, float32; the smallest case:",
+        "    in 1 check, float32; the simplest case:",
         "    again: pytest --impl f --case 'b1 h1 q2 k4 d8 float32'",
         "  and 1 more failure, which may follow from this",
     ]
-    # A cause that explains a few checks only does not stand alone.
+    # If a known cause explains only a few checks, the list also shows failures without a known cause.
     mostly = [judgement(f"a/{n}", 5) for n in range(4)]
     assert list(causes.one_screen("f", [*mostly, judgement("b/b", 6, "dv is 0 everywhere")])) == [
         "f is wrong: out in float32; 5 checks failed",
         "  dv is 0 everywhere",
-        "    in 1 check, float32; the smallest case:",
+        "    in 1 check, float32; the simplest case:",
         "    again: pytest --impl f --case 'b1 h1 q6 k4 d8 float32'",
         *(
             line
             for n in range(2)
             for line in (
-                f"  a/{n}: the error of out is 2.0 times the bound",
-                "    in 1 check, float32; the smallest case:",
+                f"  a/{n}: the largest rho is 2.0 (out)",
+                "    in 1 check, float32; the simplest case:",
                 "    again: pytest --impl f --case 'b1 h1 q5 k4 d8 float32'",
             )
         ),
         "  and 2 more failures",
+    ]
+
+
+def test_the_simplest_case_stands_below_its_own_words() -> None:
+    """The simplest case has the fewest special properties, and then the smallest size."""
+    scale = "this is the answer with a scale of {}, not {} (1.001 times as large)"
+    layout = "this is the answer for tensors of the layout [batch, length, heads, dim]: {}"
+    failed = [
+        ("b1 h1 q2 k2 d8 float32 causal normal x16 spelled seed7", 0.3539, 0.3536, "it attends over heads"),
+        ("b1 h1 q73 k73 d64 bfloat16 full normal seed0", 0.1251, 0.125, "with one head, each query sees its own key"),
+        ("b1 h1 q99 k73 d64 float32 full normal seed0", 0.1252, 0.125, "it attends over heads"),
+        ("b1 h1 q4 k4 d16 float32 causal normal seed0", 0.2503, 0.25, "it attends over heads"),
+    ]
+
+    def screen(questions: list[str], rho: float | None = 2.0) -> list[str]:
+        judgements = [
+            Judgement(
+                run="r", implementation="f", check="a/a", case=case, dtype="float32", device="cpu",
+                status="failed", tensor="out" if rho else None, rho=rho, question=question, message=f"at {case}",
+            ) for (case, *_), question in zip(failed, questions, strict=True)
+        ]  # fmt: skip
+        return list(causes.one_screen("f", judgements))
+
+    again = f"    again: pytest --impl f --case '{failed[1][0]}'"
+    said = screen([scale.format(*scales) for _, *scales, _ in failed])
+    assert (said[1], said[3]) == (f"  {scale.format(0.1251, 0.125)}", again)
+    said = screen([layout.format(words) for *_, words in failed])
+    assert (said[1], said[3]) == (f"  {layout.format(failed[1][3])}", again)
+    said = screen([""] * len(failed), rho=None)
+    assert (said[1], said[3]) == (f"  at {failed[0][0]}", f"    again: pytest --impl f --case '{failed[0][0]}'")
+
+
+def test_a_summary_gives_no_digits_of_a_figure_above_a_million() -> None:
+    """A summary shows `>1e6`. A figure that is not finite stays as it is."""
+    found = {rho: causes.capped_rho(rho) for rho in (2.8e39, 1e6, 1.004, None, "inf")}
+    assert found == {2.8e39: ">1e6", 1e6: "1.0e6", 1.004: "1.004", None: "–", "inf": "inf"}
+    one = Judgement(
+        run="r", implementation="f", check="a/a", case="q4", dtype="float32", device="cpu", status="failed",
+        tensor="out", rho=2.8e39,
+    )  # fmt: skip
+    assert list(failures.in_short([[one]])) == ["failed: a/a, float32: out rho >1e6"]
+    assert "  a/a: the largest rho is >1e6 (out)" in causes.one_screen("f", [one])
+
+
+def test_the_table_of_a_run() -> None:
+    """A dash stands for a missing figure. The figure in ulps of a tensor that fails is not that of the cases that pass.
+
+    The ulps of other cases than those with normal inputs count only where they fail.
+    """
+    plain, spike, causal = (
+        f"b1 h1 q40 k40 d32 {words} seed0" for words in ("full normal", "full spike", "causal normal")
+    )
+    found: list[tuple[Any, str, Any, float, float | None, str]] = [
+        ("dq", "float32", "passed", 0.5, 3.0, plain),
+        ("dq", "float32", "passed", 0.4, 900.0, spike),
+        ("dk", "float32", "passed", 0.2, 5.0, plain),
+        ("dk", "float32", "failed", 2.8e39, 1e7, causal),
+        ("dv", "float32", "passed", 0.3, 4.0, plain),
+        ("dv", "float32", "failed", 70.0, None, causal),
+        ("dk", "float16", "passed", 0.96, None, plain),
+        ("dq", "bfloat16", "passed", 0.15, 0.49, plain),
+    ]
+    output = io.StringIO()
+    display = progress.Display("flashproof", output)
+    for tensor, dtype, status, rho, ulps, case in found:
+        display.recorded(
+            Judgement(
+                run="r", implementation="f", check="a/a", case=case, dtype=dtype, device="cpu", status=status,
+                tensor=tensor, rho=rho, ulps=ulps,
+            )
+        )  # fmt: skip
+    display._conclude("f")
+    rows = [line.split() for line in output.getvalue().splitlines() if line[:5].strip() in ("dq", "dk", "dv")]
+    assert rows[:3] == [
+        ["dq", "0.50", "3.0", "–", "–", "0.15", "0.49"],
+        ["dk", ">1e6", ">1e6", "0.96", "–", "–", "–"],
+        ["dv", "70", "–", "–", "–", "–", "–"],
     ]
 
 
@@ -399,6 +484,21 @@ def test_failures_that_read_alike() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ((9, 3, 13, 16), ": a function for tensors of the layout [batch, length, heads, dim] returns this shape"),
+        ((9, 1, 3, 16), ": this is [batch, length, heads, dim]"),
+        ((9, 3, 13, 8), ""),
+        ((9, 3, 16), ""),
+    ],
+    ids=str,
+)
+def test_a_wrong_shape_names_the_layout(shape: tuple[int, ...], says: str) -> None:
+    """The shape is that of an output for [9, 3, 1, 16] queries and 13 keys."""
+    assert diagnosis.of_another_layout(shape, (9, 3, 1, 16), 13) == says
+
+
 # ------------------------------------------------------------------------------------------------- quick runs
 
 
@@ -412,7 +512,10 @@ def test_the_clock_begins_with_the_first_check(tmp_path: Path) -> None:
 
 
 def test_a_late_run_asks_each_layer(tmp_path: Path) -> None:
-    """When the time is over, a quick run still takes one case of a few checks, in all layers that find most faults."""
+    """After its time is over, a quick run still takes one case of a few checks.
+
+    These checks are in all layers that find most faults.
+    """
     (tmp_path / "clock").write_text("0.0")
     clock = quick.Clock(tmp_path / "clock")
     assert clock.is_over
@@ -420,7 +523,7 @@ def test_a_late_run_asks_each_layer(tmp_path: Path) -> None:
     assert list(clock.limited([Case(), Case(seed=1)])) == [Case()]
     asked = [name for name in quick.CHECKS if not clock.leaves_out(name)]
     assert {name.partition("/")[0] for name in asked} >= {"accuracy", "gradients", "masks", "contract", "properties"}
-    assert any(not checks()[name].claims for name in asked if name.startswith("masks/"))  # one that needs no claim
+    assert any(not checks()[name].claims for name in asked if name.startswith("masks/"))  # a check that needs no claim
 
 
 # ------------------------------------------------------------------------------------------------- places and names
@@ -450,9 +553,9 @@ def test_git_passes_over_the_report(project: Path) -> None:
 
 
 def test_tests_of_the_project_run_where_paths_are_given(project: Path) -> None:
-    """The project's tests in these paths count for the exit status, but not for the verdict.
+    """If paths are given, the project's tests in these paths run, and its other tests do not.
 
-    Its tests in other paths do not run.
+    They count for the exit status, but not for the verdict.
     """
     (project / "elsewhere.py").write_text("def test_never() -> None:\n    raise AssertionError\n")
     own = OWN_CHECK + "\n\ndef test_plain() -> None:\n    raise AssertionError('of the project')\n"
