@@ -1,8 +1,8 @@
 """A quick run: the checks that find most wrong kernels, with their first cases, in a few seconds.
 
 A quick run is not a verification. It finds a wrong scale, a wrong mask, a tensor that is read with the strides of
-another tensor, gradients of zero, and 16-bit sums. It finds some of the faults that only one shape,
-length or call shows.
+another tensor, gradients of zero, and 16-bit sums. It finds some of the faults that only one shape, length or call
+shows.
 """
 
 import os
@@ -14,6 +14,7 @@ from tempfile import NamedTemporaryFile
 from flashproof.cases import Case
 
 SECONDS = 5.0  # seconds from the first check; then no further case begins
+SIMPLIFYING = 0.5  # seconds in which a failure's case is made simpler
 LATE = "the time of a quick run was over"
 
 # The number of cases of each check in each dtype, in the order in which a run takes the checks.

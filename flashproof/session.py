@@ -205,6 +205,7 @@ class Session:
             emit=lambda record: self.attach(item, record),
             defects=self._defects_of(check, target),
             observer=self.worker or self.journal,
+            simplifying=quick.SIMPLIFYING if self.clock else Subject.simplifying,
         )
 
     def defect(self, check: Check, target: Target) -> Defect | None:

@@ -49,7 +49,6 @@ SLOW = 0.1  # seconds
 LONG = 384  # queries; after a shorter sequence, the next one never takes long
 REPETITIONS = 16  # repetitions of a call whose bits may vary from run to run
 ASKED_ABOUT = 2**21  # scores of a key head; with more, no other question is searched: each takes an oracle
-SECONDS_TO_SIMPLIFY = 3.0
 WITHOUT_GRADIENT = "the output carries no gradient"
 NO_GRADIENT = "the output carries no gradient, although backward is claimed"
 Result = TypeVar("Result")
@@ -71,6 +70,7 @@ class Subject:
     defects: Sequence[Defect] = ()  # the entries of known_defects.toml for this check here
     observer: Observer | None = None  # observes the calls, in a process that may die in a call
     explains: bool = True  # whether the first failure is examined: which question it answers, where it begins
+    simplifying: float = 3.0  # how many seconds the search for a simpler case that fails may take
     failures: list[Judgement] = field(default_factory=list)
     expected: list[Defect] = field(default_factory=list)  # known defects of some cases, one for each case that failed
     refusals: list[str] = field(default_factory=list)
@@ -446,7 +446,7 @@ class Subject:
 
     def _simplest(self, case: Case, name: TensorName) -> str:
         """The simplest case that fails, and what it needs, in words. Empty if no simpler case fails."""
-        end = time.monotonic() + SECONDS_TO_SIMPLIFY
+        end = time.monotonic() + self.simplifying
         simple = simplest(case, lambda other: time.monotonic() < end and self._fails(other, name))
         if simple == case:
             return ""
