@@ -75,7 +75,7 @@ class Session:
         self.errors: list[str] = []  # errors of checks that did not end with a finding
         self.passed: dict[str, int] = {}
         self.passed_in: set[tuple[str, str]] = set()  # implementations and dtypes with any passed judgement
-        self.with_gradient: set[tuple[str, str]] = set()  # implementations and dtypes with a passed gradient
+        self.with_gradient: set[tuple[str, str]] = set()  # implementations and dtypes with a judged gradient
         self.without_gradient: dict[tuple[str, str], set[str]] = {}  # the cases in which they refused a backward
         self.refused: dict[tuple[str, str], list[str]] = {}  # messages of refusals, by implementation and dtype
         self.left_out: dict[tuple[str, Device], str] = {}  # implementations that answer no call, and why
@@ -316,8 +316,8 @@ class Session:
         if record.status == "passed":
             self.passed[record.implementation] = self.passed.get(record.implementation, 0) + 1
             self.passed_in.add(of)
-            if record.tensor in GRADIENTS:
-                self.with_gradient.add(of)
+        if record.status in ("passed", "failed") and record.tensor in GRADIENTS:
+            self.with_gradient.add(of)
         if record.status == "failed":
             self.failures.append(record)
         if record.of_every_call and not self.passed.get(record.implementation):

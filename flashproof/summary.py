@@ -96,7 +96,7 @@ def _claim(session: Session, unused: list[str]) -> str:
     """The first words of a verdict. unused: the parameters that no call was given."""
     of_others = session.status == pytest.ExitCode.TESTS_FAILED and session.others and not session.outcomes["failed"]
     if session.status != pytest.ExitCode.OK and not of_others:
-        return "not verified"
+        return "failed" if session.outcomes["failed"] else "not verified"
     said = "passed" if narrowing(session) else "verified"
     if not session.outcomes["passed"] and session.outcomes["known defect"]:
         said = "nothing passed, and every failure is known"

@@ -54,6 +54,8 @@ def one_screen(name: str, failures: Sequence[Judgement]) -> Iterator[str]:
     yield f"{name} is wrong{named} in {dtypes}; {wording.plural(failed, 'check')} failed"
     alike = causes(failures)
     explained = [group for group in alike if group[0].question]
+    if any(_SCALE.search(one.question) for one in failures):  # another scale makes other multiples of some results
+        explained = [group for group in explained if not all(_FACTOR.search(one.question) for one in group)]
     # The other failures usually follow from these, if these are in most checks.
     is_explained = 2 * len({(one.check, one.dtype) for group in explained for one in group}) >= failed
     shown = [group for group in explained if len(group) * RARE >= len(explained[0])]

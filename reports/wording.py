@@ -114,6 +114,10 @@ def failure_block(judgement: Judgement, threshold: str = "") -> str:
     return "\n".join(line for line in lines if line)
 
 
+# How the exact value is known, by the certainty of a judgement.
+EXACT = {"certified": "certified", "bounded": "in float64", "sampled": "in float64, some rows certified"}
+
+
 def finding(judgement: Judgement, *about: str) -> list[str]:
     """The lines about the figures of a judgement: rho, the worst element, the properties of its row, and the bias.
 
@@ -130,7 +134,7 @@ def finding(judgement: Judgement, *about: str) -> list[str]:
             if judgement.worst is None
             else [f"{what} {size}" for what, size in zip(("error", "bound"), _sizes(judgement.worst), strict=True)]
         )
-        figures += [judgement.certainty] if judgement.certainty else []
+        figures += [f"exact value {EXACT[judgement.certainty]}"] if judgement.certainty else []
         head += "   " + ", ".join(figures) if figures else ""
     lines.append(head)
     if judgement.worst is not None:
@@ -151,13 +155,10 @@ def _sizes(worst: Element) -> tuple[str, str]:
 
 
 def bias_line(judgement: Judgement) -> str:
-    """The line about a bias: "bias 0.31 ulp, standard error 0.02, allowance 0.25"."""
-    words = f"bias {number(judgement.bias)} {bias_unit(judgement.dtype)}"
-    if judgement.bias_error is not None:
-        words += f", standard error {number(judgement.bias_error)}"
-    if judgement.bias_allowance is not None:
-        words += f", allowance {number(judgement.bias_allowance)}"
-    return words
+    """The line about a bias, with its standard error: "bias 0.31 ± 0.02 ulp; 0.25 is allowed"."""
+    error = "" if judgement.bias_error is None else f" ± {number(judgement.bias_error)}"
+    allowed = "" if judgement.bias_allowance is None else f"; {number(judgement.bias_allowance)} is allowed"
+    return f"bias {number(judgement.bias)}{error} {bias_unit(judgement.dtype)}{allowed}"
 
 
 def stem(name: str) -> str:

@@ -114,10 +114,12 @@ def test_a_failure_reads_as_it_should() -> None:
     wrong = answer["out"].detach().clone()
     wrong[0, 3, 17, 12] += 1.0
     block = text_of(wrong, given.query, given.key, given.value, dout=given.dout, dq=answer["dq"], **asked(case))
-    figures = r"out  bfloat16  rho \d+   error 1, bound \d\.\de-3, sampled"
+    figures = r"out  bfloat16  rho \d+   error 1, bound \d\.\de-3, exact value in float64, some rows certified"
     place = r"worst at \[batch 0, head 3, query 17, dim 12\]: got -?\d\.\d+, exact -?\d\.\d+"
     row = r"the query sees 18 keys; the largest weight is \d+\.?\d* %"
-    passed = r"dq  bfloat16  rho 0\.\d+   error \d\.\de-\d, bound \d\.\de-\d, sampled"
+    passed = (
+        r"dq  bfloat16  rho 0\.\d+   error \d\.\de-\d, bound \d\.\de-\d, exact value in float64, some rows certified"
+    )
     assert re.fullmatch(rf"{figures}\n{place}\n{row}\n\n{passed}", block), block
 
 
@@ -147,7 +149,7 @@ def test_a_bias_is_told_of() -> None:
     assert verdicts["out"].rho < 1.0
     assert bias is not None
     assert bias.leans
-    assert re.search(r"^bias -0\.\d+ ulp, standard error 0\.\d+, allowance 0\.\d+$", str(verdicts), re.MULTILINE)
+    assert re.search(r"^bias -0\.\d+ ± 0\.\d+ ulp; 0\.\d+ is allowed$", str(verdicts), re.MULTILINE)
     bound = verdicts["out"].bound
     assert bound is not None
     told = verdicts["out"].exact

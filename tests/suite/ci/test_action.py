@@ -68,7 +68,7 @@ def test_the_summary_of_a_wrong_kernel(failed: Runner) -> None:
     lines = failed.summary.splitlines()
     (verdict,) = {one.verdict for one in read(failed.report / "runs" / "verify.jsonl") if isinstance(one, Claim)}
     assert verdict in failed.said["Verify"]
-    assert lines[0] == "## flashproof: not verified"
+    assert lines[0] == "## flashproof: failed"
     assert lines[2] == f"**{verdict}**"
     causes, *blocks = re.findall(r"```text\n(.*?)\n```", failed.summary, re.DOTALL)
     assert causes.splitlines()[1].startswith("  this is the answer with a scale of 0.1251, not 0.125")

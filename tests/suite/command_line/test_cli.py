@@ -112,7 +112,7 @@ def test_a_quick_run_rejects_a_wrong_kernel_and_says_what_it_is(project: Path) -
     status, said = run(project, "mine.py:wrong", "--quick", "--dtype", "fp32")
     assert status == 1, said
     assert "again: pytest --impl mine.py:wrong --case" in said
-    assert re.search(r"\nnot verified: \d+ of \d+ checks, narrowed by --quick, --dtype float32: .*\d+ failed", said)
+    assert re.search(r"\nfailed: \d+ of \d+ checks, narrowed by --quick, --dtype float32: .*\d+ failed", said)
     assert not (project / "flashproof-report" / "index.html").exists()
     environment = next(read(next((project / "flashproof-report" / "runs").glob("*.jsonl"))))
     assert isinstance(environment, Environment)

@@ -91,7 +91,7 @@ def session(**fields: Any) -> Any:
     ("fields", "words"),
     [
         ({}, "verified: 3 checks: 3 passed"),
-        ({"status": 1, "outcomes": Counter(passed=2, failed=1)}, "not verified: 3 checks: 2 passed, 1 failed"),
+        ({"status": 1, "outcomes": Counter(passed=2, failed=1)}, "failed: 3 checks: 2 passed, 1 failed"),
         ({"status": 2, "outcomes": Counter(passed=2)}, "not verified: 2 of 3 checks: 2 passed"),  # interrupted
         ({"keyword": "a/b", "outcomes": Counter(passed=1)}, "passed: 1 of 3 checks, narrowed by -k a/b: 1 passed"),
         ({"keyword": "a"}, "verified: 3 checks: 3 passed"),  # the keyword left nothing out
@@ -151,7 +151,7 @@ def test_a_verdict_claims_what_was_run(fields: dict[str, Any], words: str) -> No
             "verified forward only, without the parameters attn_mask, dropout_p: 3 checks: 3 passed; "
             "3 cases refused a backward, and no gradient was judged",
         ),
-        ({"status": 1, "outcomes": Counter(passed=2, failed=1)}, "not verified: 3 checks: 2 passed, 1 failed"),
+        ({"status": 1, "outcomes": Counter(passed=2, failed=1)}, "failed: 3 checks: 2 passed, 1 failed"),
     ],
 )
 def test_a_verdict_names_the_parameters_that_no_call_was_given(fields: dict[str, Any], words: str) -> None:
@@ -194,7 +194,7 @@ def test_a_verdict_names_the_parameters_that_no_call_was_given(fields: dict[str,
         (  # a check in which a worker died has failed, although the rest of its cases is left out
             ["mine.py:hangs", "--quick", "--time-limit", "0.3"],
             1,
-            r"\nnot verified: \d+ of \d+ checks, narrowed by --quick: \d failed, \d+ left out \(.*not run.*\)$",
+            r"\nfailed: \d+ of \d+ checks, narrowed by --quick: \d failed, \d+ left out \(.*not run.*\)$",
         ),
         (["mine.py:right", "-k", "nosuch"], 4, r"^ERROR: -k: 'nosuch' matches no check .*flashproof list --checks.*$"),
         (
@@ -297,7 +297,7 @@ def test_failures_are_told_once(project: Path) -> None:
     assert len(re.findall(r"^forward raised KeyError: 'a bug'", said, re.MULTILINE)) == 2
     assert re.search(r"\nand \d+ more failures in the same words, in \d\d checks\n", said)
     assert re.search(r"\nnot verified: mine.py:raises \(\d+ failures, and no case passed\)\n", said)
-    assert re.search(r"\nnot verified: \d+ of \d+ checks, narrowed by --case: .*\n=.*=\n$", said)
+    assert re.search(r"\nfailed: \d+ of \d+ checks, narrowed by --case: .*\n=.*=\n$", said)
 
 
 def test_a_result_says_it_too(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,6 +413,21 @@ def test_the_simplest_case_stands_below_its_own_words() -> None:
     assert (said[1], said[3]) == (f"  {layout.format(failed[1][3])}", again)
     said = screen([""] * len(failed), rho=None)
     assert (said[1], said[3]) == (f"  at {failed[0][0]}", f"    again: pytest --impl f --case '{failed[0][0]}'")
+
+
+def test_a_multiple_is_no_cause_beside_another_scale() -> None:
+    """Another scale makes other multiples of some results."""
+    scale = "this is the answer with a scale of 0.1251, not 0.125 (1.001 times as large)"
+    questions = [scale, scale, "dq is 0.9961 times the exact result"]
+    failed = [
+        Judgement(
+            run="r", implementation="f", check=f"a/{number}", case="b1 h1 q73 k73 d64 float32 full normal seed0",
+            dtype="float32", device="cpu", status="failed", tensor="dq", rho=2.0, question=question,
+        ) for number, question in enumerate(questions)
+    ]  # fmt: skip
+    said = list(causes.one_screen("f", failed))
+    assert [line for line in said if "times the exact result" in line] == []
+    assert said[-1] == "  and 1 more failure, which may follow from this"
 
 
 def test_a_summary_gives_no_digits_of_a_figure_above_a_million() -> None:

@@ -13,7 +13,7 @@ from flashproof.reports.record import Absence, Judgement, Record
 from flashproof.tests.suite.reports import building
 
 NAME = "mine.py:attention"
-VERDICT = "not verified: 112 checks: 110 passed, 2 failed"
+VERDICT = "failed: 117 checks: 115 passed, 2 failed"
 SOURCE = """import torch
 
 
@@ -48,7 +48,7 @@ def test_the_worst_comes_first(tmp_path: Path) -> None:
     crash = failure(None, check="contract/threads", message="the process died of signal 11")
     of_run = found(tmp_path, failure(3.0), failure(7.0, dtype="float16"), failure(5.0, tensor="dq"), crash)
     text = summary(of_run)
-    head = ["## flashproof: not verified", f"**{VERDICT}**", "```text\nmine.py:attention is wrong: "]
+    head = ["## flashproof: failed", f"**{VERDICT}**", "```text\nmine.py:attention is wrong: "]
     assert text.startswith("\n\n".join(head))
     text = text[text.index("### Failures, the worst first\n\n```text\n") :]
     places = [text.index(words) for words in ("signal 11", "rho 7.0", "rho 5.0", "### The largest rho")]

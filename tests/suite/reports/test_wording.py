@@ -66,7 +66,7 @@ def test_a_failure_reads_as_it_should() -> None:
     assert (
         wording.failure_block(failing, "passes at magnitude 8, fails from 16")
         == """\
-triton.fa2  out  bfloat16  rho 7.3   error 3.1e-2, bound 4.3e-3, certified
+triton.fa2  out  bfloat16  rho 7.3   error 3.1e-2, bound 4.3e-3, exact value certified
 worst at [batch 0, head 3, query 517, dim 12]: got 0.4121, exact 0.4434
 the query sees 518 keys; the largest weight is 99.8 %
 passes at magnitude 8, fails from 16
@@ -90,9 +90,12 @@ again: pytest --impl triton.fa2 --device cuda"""
     [
         (
             {"rho": 0.2, "bias": 0.31, "bias_error": 0.02, "bias_allowance": 0.25, "dtype": "float16"},
-            "bias 0.31 ulp, standard error 0.020, allowance 0.25",
+            "bias 0.31 ± 0.020 ulp; 0.25 is allowed",
         ),
-        ({"rho": 0.2, "rho_statistical": 3.0}, "triton.fa2  out  float32  rho 3.0 (statistical)   certified"),
+        (
+            {"rho": 0.2, "rho_statistical": 3.0},
+            "triton.fa2  out  float32  rho 3.0 (statistical)   exact value certified",
+        ),
         (
             {"rho": "nan", "worst": worst(1.0, got="nan", error="nan")},
             "worst at [batch 0, head 3, query 517, dim 12]: got nan, exact 0.4434",
