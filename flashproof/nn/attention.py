@@ -1,7 +1,9 @@
 """Multi-head attention with any implementation: two linear maps around one call of `attention(query, key, value)`."""
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,16 @@ from flashproof.impls.spec import Implementation
 from flashproof.signatures import of_callable
 
 Masking = Literal["full", "top_left", "bottom_right"]  # which keys a call sees
+
+_WITHOUT_BACKWARD = "use torch.no_grad() for inference, or another attention for training"
+
+
+class Group(NamedTuple):
+    """The batch entries that see the same keys: one call of the implementation."""
+
+    entries: Tensor  # their numbers
+    seen: Tensor  # the numbers of the keys
+    masking: Masking
 
 
 class KVCache:
@@ -28,7 +40,8 @@ class KVCache:
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Adds the keys and values of new tokens [batch, kv_heads, tokens, dim]. Returns those of all tokens, as views.
 
-        Raises ValueError if the tokens do not fit, and RuntimeError if a gradient is recorded.
+        Raises ValueError if the tokens do not fit or are unlike those of the cache in batch, heads, dim, dtype or
+        device, and RuntimeError if a gradient is recorded. The cache is then as before.
         """
         if key.requires_grad:
             raise RuntimeError("cache: is written in place and carries no gradient; use it under torch.no_grad()")
@@ -38,10 +51,37 @@ class KVCache:
         if self._tensors is None:
             shape = (*key.shape[:2], self.capacity, key.shape[3])
             self._tensors = (key.new_empty(shape), value.new_empty(shape))
+        held, given = _kind(self._tensors[0]), _kind(key)
+        if held != given:
+            raise ValueError(
+                f"cache: holds {held}, and x has {given}; give a new KVCache, or call cache.clear() before"
+            )
         for tensor, new in zip(self._tensors, (key, value), strict=True):
             tensor[:, :, self.length : end] = new
         self.length = end
         return self._tensors[0][:, :, :end], self._tensors[1][:, :, :end]
+
+    def truncate(self, length: int) -> None:
+        """Forgets all tokens but the first `length`. An empty cache takes tokens of any batch and dtype."""
+        self.length = min(length, self.length)
+        if self.length == 0:
+            self._tensors = None
+
+    def clear(self) -> None:
+        """Forgets all tokens."""
+        self.truncate(0)
+
+
+@contextmanager
+def restored_on_failure(caches: Sequence[KVCache]) -> Iterator[None]:
+    """Any exception leaves the caches as they were before."""
+    lengths = [cache.length for cache in caches]
+    try:
+        yield
+    except BaseException:
+        for cache, length in zip(caches, lengths, strict=True):
+            cache.truncate(length)
+        raise
 
 
 class MultiHeadAttention(nn.Module):
@@ -49,7 +89,12 @@ class MultiHeadAttention(nn.Module):
 
     It computes out_proj(attention(query, key, value)), where query, key and value are the parts of in_proj(x). The
     parameters have the names and the layout of `torch.nn.MultiheadAttention`, so a state dict of that module (one with
-    `kdim` and `vdim` of embed_dim, and without `add_bias_kv`) can be loaded. The inputs are batch first.
+    `kdim` and `vdim` of embed_dim, and without `add_bias_kv`) can be loaded. A state dict tells neither the number of
+    heads nor `add_zero_attn=True`: give the same num_heads, and load none of a module with `add_zero_attn=True`, whose
+    results are others. The inputs are batch first.
+
+    An attention that is an `nn.Module` is the submodule `attention`. A pickle holds the name of an implementation of
+    the catalogue, and of any other attention the functions, as pickle stores them.
     """
 
     def __init__(
@@ -63,9 +108,10 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         """Makes the module.
 
+        - num_heads: a divisor of embed_dim.
         - num_kv_heads: the number of key heads, a divisor of num_heads. None: as many as num_heads.
-        - dropout: the probability that a weight is dropped in training. The seed of each call comes from PyTorch's
-          generator for the CPU.
+        - dropout: the probability that a weight is dropped in training, at least 0 and below 1. The seed of each call
+          comes from PyTorch's generator for the CPU.
         - attention: a name of the catalogue, an `Implementation`, or a callable. The parameters of a callable say what
           it takes, as in a verification.
 
@@ -73,12 +119,18 @@ class MultiHeadAttention(nn.Module):
         """
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if embed_dim % num_heads or num_heads % kv_heads:
-            raise ValueError(
-                f"num_heads: {num_heads} must divide embed_dim {embed_dim}, and num_kv_heads {kv_heads} must divide it"
-            )
+        if num_heads < 1:
+            raise ValueError(f"num_heads: {num_heads}; give at least 1")
+        if embed_dim < 1 or embed_dim % num_heads:
+            raise ValueError(f"embed_dim: {embed_dim}; give a multiple of num_heads, {num_heads}")
+        if kv_heads < 1 or num_heads % kv_heads:
+            raise ValueError(f"num_kv_heads: {kv_heads}; give a divisor of num_heads, {num_heads}")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout: {dropout}; give a probability of at least 0 and below 1")
         self.implementation = _loaded(attention)
-        self.heads, self.kv_heads, self.dim, self.dropout = num_heads, kv_heads, embed_dim // num_heads, dropout
+        self.attention = _module_of(self.implementation.attention)  # None: no module, so nothing to register
+        self.embed_dim, self.dim, self.dropout = embed_dim, embed_dim // num_heads, dropout
+        self.heads, self.kv_heads = num_heads, kv_heads
         self._check_claims()
         width = (num_heads + 2 * kv_heads) * self.dim
         self.in_proj_weight = nn.Parameter(torch.empty(width, embed_dim))
@@ -96,7 +148,10 @@ class MultiHeadAttention(nn.Module):
         if self.kv_heads != self.heads and not supports.grouped_heads:
             raise ValueError(f"num_kv_heads: {name} takes no grouped heads")
         if self.dropout and not supports.dropout:
-            raise ValueError(f"dropout: {name} takes no dropout_p with a dropout_seed")
+            raise ValueError(
+                f"dropout: {name} takes no dropout_p with a dropout_seed; give dropout=0.0, or an implementation that "
+                "takes dropout_p with dropout_seed, such as tiled.fa2"
+            )
 
     def forward(
         self,
@@ -118,51 +173,94 @@ class MultiHeadAttention(nn.Module):
         The result is that of a mask. With is_causal, the remaining keys must be the last ones (padding on the left) or
         the first ones (padding on the right), because the calls know only these two causal masks.
 
-        Raises ValueError for a mask that no call can express, and for what the implementation does not take.
+        The gradient flows through the implementation. One without a backward is refused where a gradient is recorded.
+
+        Raises ValueError for x of another shape or without elements, for a mask that no call can express, for tokens
+        that do not fit the cache, for what the implementation does not take (of a bare callable, dtypes and devices are
+        unknown), and for an attention that does not return one tensor like query. Raises RuntimeError for a cache where
+        a gradient is recorded. After an exception, the cache is as before.
         """
+        if x.ndim != 3 or x.shape[2] != self.embed_dim or 0 in x.shape:
+            raise ValueError(
+                f"x: {list(x.shape)}; give [batch, length, embed_dim] with embed_dim {self.embed_dim}, not empty"
+            )
         projected = functional.linear(x, self.in_proj_weight, self.in_proj_bias)
         by_head = projected.view(*projected.shape[:2], -1, self.dim)  # [batch, tokens, heads + 2 kv_heads, dim]
         parts = torch.split(by_head, [self.heads, self.kv_heads, self.kv_heads], dim=2)
         query, key, value = (part.transpose(1, 2) for part in parts)
-        if cache is not None:
-            key, value = cache.append(key, value)
-        if key_padding_mask is None:
-            out = self._call(query, key, value, _masking(query.shape[2], key.shape[2], None, is_causal=is_causal))
-        else:
-            out = self._call_without(key_padding_mask, query, key, value, is_causal=is_causal)
-        return self.out_proj(out.transpose(1, 2).flatten(2))
+        self._check_tensor(query)
+        keys = x.shape[1] if cache is None else cache.length + x.shape[1]
+        plan = self._planned(key_padding_mask, x.shape[0], x.shape[1], keys, is_causal=is_causal)
+        if cache is None:
+            return self._merged(self._by_plan(plan, query, key, value))
+        with restored_on_failure([cache]):
+            return self._merged(self._by_plan(plan, query, *cache.append(key, value)))
 
-    def _call_without(self, hidden: Tensor, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
-        """The output without the hidden keys: one call for each different row of the mask."""
-        if hidden.shape != (key.shape[0], key.shape[2]) or hidden.dtype != torch.bool:
+    def _check_tensor(self, query: Tensor) -> None:
+        """Raises ValueError for a dtype, a device or a gradient that the implementation does not take."""
+        supports, name = self.implementation.supports, self.implementation.name
+        dtype, device = str(query.dtype).removeprefix("torch."), query.device.type
+        if not self.implementation.bare:  # what a callable takes is unknown
+            if dtype not in supports.dtypes:
+                raise ValueError(f"x: {name} takes no {dtype} for query, key and value; give {_any(supports.dtypes)}")
+            if device not in supports.devices:
+                raise ValueError(f"x: {name} takes no tensors on {device}; give them on {_any(supports.devices)}")
+        if query.requires_grad and not supports.backward:
+            raise ValueError(f"attention: {name} has no backward; {_WITHOUT_BACKWARD}")
+
+    def _planned(
+        self, hidden: Tensor | None, batch: int, queries: int, keys: int, *, is_causal: bool
+    ) -> Masking | list[Group]:
+        """The calls for a mask: one on all keys, or one for each different row of `hidden`, without the hidden keys.
+
+        Raises ValueError for a call that the implementation does not take.
+        """
+        if hidden is None:
+            masking = _masking(queries, keys, None, is_causal=is_causal)
+            self._check_call(queries, keys, masking)
+            return masking
+        if hidden.shape != (batch, keys) or hidden.dtype != torch.bool:
             raise ValueError(
-                f"key_padding_mask: {hidden.dtype} {list(hidden.shape)} does not fit; "
-                f"give booleans [{key.shape[0]}, {key.shape[2]}]"
+                f"key_padding_mask: {hidden.dtype} {list(hidden.shape)} does not fit; give booleans [{batch}, {keys}]"
             )
         rows, row_of = torch.unique(hidden, dim=0, return_inverse=True)
-        out = torch.zeros_like(query)
+        groups = []
         for number, row in enumerate(rows):
             entries, seen = (row_of == number).nonzero()[:, 0], (~row).nonzero()[:, 0]
             if len(seen):
-                masking = _masking(query.shape[2], key.shape[2], seen, is_causal=is_causal)
-                out[entries] = self._call(query[entries], key[entries][:, :, seen], value[entries][:, :, seen], masking)
+                masking = _masking(queries, keys, seen, is_causal=is_causal)
+                self._check_call(queries, len(seen), masking)
+                groups.append(Group(entries, seen, masking))
+        return groups
+
+    def _check_call(self, queries: int, keys: int, masking: Masking) -> None:
+        supports, name = self.implementation.supports, self.implementation.name
+        if queries != keys and not supports.cross_lengths:
+            raise ValueError(f"x: {name} takes as many queries as keys, and there are {queries} queries, {keys} keys")
+        if masking != "full" and masking not in supports.causal:
+            raise ValueError(
+                f"is_causal: {name} takes no causal mask aligned at the {masking.replace('_', ' ')}; "
+                "padding on the left needs the bottom right, and so do several tokens after those of a cache"
+            )
+
+    def _by_plan(self, plan: Masking | list[Group], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The outputs of the calls, together [batch, heads, tokens, dim]. 0 where no key is seen."""
+        if not isinstance(plan, list):
+            return self._call(query, key, value, plan)
+        # Zeros that depend on query, so that a gradient exists even if no entry sees a key.
+        out = query.masked_fill(torch.ones((), dtype=torch.bool, device=query.device), 0.0)
+        for entries, seen, masking in plan:
+            out[entries] = self._call(query[entries], key[entries][:, :, seen], value[entries][:, :, seen], masking)
         return out
 
     def _call(self, query: Tensor, key: Tensor, value: Tensor, masking: Masking) -> Tensor:
         """One call of the implementation, with the keywords that it needs."""
         supports, name = self.implementation.supports, self.implementation.name
         keywords: dict[str, object] = {}
-        if query.shape[2] != key.shape[2] and not supports.cross_lengths:
-            raise ValueError(f"x: {name} takes as many queries as keys, and there are {key.shape[2]} keys")
         if masking != "full":
             keywords["is_causal"] = True
-            if masking not in supports.causal:
-                raise ValueError(
-                    f"is_causal: {name} takes no causal mask aligned at the {masking.replace('_', ' ')}; "
-                    "padding on the left needs the bottom right, and so do several tokens after those of a cache"
-                )
-            if masking == "bottom_right":
-                keywords["causal_alignment"] = masking
+        if masking == "bottom_right":
+            keywords["causal_alignment"] = masking
         if self.kv_heads != self.heads:
             keywords["enable_gqa"] = True
         if self.dropout and self.training:
@@ -171,8 +269,29 @@ class MultiHeadAttention(nn.Module):
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         with torch.autocast(query.device.type, enabled=False):  # it would round inside of the implementation, too
             out = self.implementation.attention(query, key, value, **keywords)
-        assert isinstance(out, Tensor)
+        if not isinstance(out, Tensor):
+            raise ValueError(f"attention: {name} returned a {type(out).__name__}; it must return the output alone")
+        if out.shape != query.shape or out.dtype != query.dtype:
+            raise ValueError(
+                f"attention: {name} returned {out.dtype} {list(out.shape)}; "
+                f"the output must be like query, {query.dtype} {list(query.shape)}"
+            )
+        if query.requires_grad and not out.requires_grad:
+            raise ValueError(f"attention: {name} returned an output without a gradient; {_WITHOUT_BACKWARD}")
         return out
+
+    def _merged(self, out: Tensor) -> Tensor:
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for pickle, torch.save and copies, with what `_unpacked` takes for the implementation."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return state | {"implementation": _packed(self.implementation)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Raises ImportError if the backend of an implementation of the catalogue is not installed."""
+        restored = state | {"implementation": _unpacked(state["implementation"])}
+        super().__setstate__(restored)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         """The sizes and the implementation, for print."""
@@ -185,6 +304,34 @@ def _loaded(attention: str | Implementation | Callable[..., object]) -> Implemen
     if isinstance(attention, Implementation):
         return attention
     return of_callable(attention, getattr(attention, "__name__", type(attention).__name__))
+
+
+def _module_of(attention: Callable[..., object]) -> nn.Module | None:
+    """The module that is called, also inside of a functools.partial. None for any other callable."""
+    called = getattr(attention, "func", attention)
+    return called if isinstance(called, nn.Module) else None
+
+
+def _packed(implementation: Implementation) -> str | dict[str, Any]:
+    """What of an implementation is pickled: its name in the catalogue, or the fields that are not the defaults."""
+    name = implementation.name
+    if name in catalogue.CATALOGUE and catalogue.load(name) is implementation:
+        return name
+    values = {field: getattr(implementation, field.name) for field in fields(implementation)}
+    return {field.name: value for field, value in values.items() if value is not field.default}
+
+
+def _unpacked(packed: str | dict[str, Any]) -> Implementation:
+    return catalogue.load(packed) if isinstance(packed, str) else Implementation(**packed)
+
+
+def _kind(key: Tensor) -> str:
+    """What all keys of a cache have in common, in words."""
+    return f"batch {key.shape[0]}, {key.shape[1]} key heads of dim {key.shape[3]}, {key.dtype} on {key.device}"
+
+
+def _any(names: Sequence[str]) -> str:
+    return " or ".join(names)
 
 
 def _masking(queries: int, keys: int, seen: Tensor | None, *, is_causal: bool) -> Masking:

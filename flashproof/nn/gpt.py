@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from flashproof.impls.shapes import Float, Int
 from flashproof.impls.spec import Implementation
-from flashproof.nn.attention import KVCache, MultiHeadAttention
+from flashproof.nn.attention import KVCache, MultiHeadAttention, restored_on_failure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,10 @@ GPT2 = {
 
 
 class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): a block of GPT-2, with the norm in front."""
+    """x + attention(norm(x)), then x + mlp(norm(x)): a block of GPT-2, with the norm in front.
+
+    Its attention has as many key heads as heads, and no padding.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,10 @@ class TransformerBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder that predicts the next token. The embedding of tokens is also the last linear map."""
+    """A decoder that predicts the next token. The embedding of tokens is also the last linear map.
+
+    An attention that is an `nn.Module` is shared by all blocks, and keeps its own initial weights.
+    """
 
     def __init__(
         self,
@@ -83,6 +89,8 @@ class GPT(nn.Module):
         # Each of the two branches of a layer adds to the residual stream, so their last maps start smaller.
         smaller = 0.02 / math.sqrt(2 * configuration.layers)
         for name, parameter in self.named_parameters():
+            if ".attention.attention." in name:  # of an attention that is a module
+                continue
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=smaller if name.endswith(("out_proj.weight", "mlp.2.weight")) else 0.02)
             elif name.endswith("bias"):
@@ -93,15 +101,23 @@ class GPT(nn.Module):
     ) -> Float[Tensor, "batch tokens vocabulary"]:
         """The logits of the token after each token. caches: for each layer, the keys and values of earlier tokens.
 
-        Raises ValueError for more tokens than the context.
+        Raises ValueError for more tokens than the context, and for another number of caches than layers. After an
+        exception, the caches are as before.
         """
+        if caches and len(caches) != len(self.blocks):
+            raise ValueError(f"caches: {len(caches)}; give one for each of the {len(self.blocks)} layers")
         start = caches[0].length if caches else 0
         end = start + tokens.shape[1]
         if end > self.configuration.context:
             raise ValueError(f"tokens: {end} are beyond the context of {self.configuration.context}")
         x = self.dropout(self.tokens(tokens) + self.positions(torch.arange(start, end, device=tokens.device)))
-        for number, block in enumerate(self.blocks):
-            x = block(x, caches[number] if caches else None)
+        if caches:
+            with restored_on_failure(caches):
+                for block, cache in zip(self.blocks, caches, strict=True):
+                    x = block(x, cache)
+        else:
+            for block in self.blocks:
+                x = block(x)
         return functional.linear(self.norm(x), self.tokens.weight)
 
     @torch.no_grad()
@@ -112,17 +128,31 @@ class GPT(nn.Module):
         temperature: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> Int[Tensor, "batch all_tokens"]:
-        """Appends `count` tokens, each with one step of a KV cache.
+        """Appends `count` tokens, each with one step of a KV cache. The model is in eval mode meanwhile.
 
         temperature: 0 takes the most likely token; otherwise a token is drawn, with the generator if one is given.
+
+        Raises ValueError for an empty prompt, a negative count, and more tokens than the context.
         """
+        if tokens.ndim != 2 or 0 in tokens.shape:
+            raise ValueError(
+                f"tokens: {list(tokens.shape)}; give [batch, length] with at least one token for each entry"
+            )
+        if count < 0:
+            raise ValueError(f"count: {count}; give at least 0")
         caches = [KVCache(tokens.shape[1] + count) for _ in self.blocks]
-        new = tokens
-        for _ in range(count):
-            logits = self(new, caches)[:, -1]
-            if temperature:
-                new = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
-            else:
-                new = logits.argmax(dim=-1, keepdim=True)
-            tokens = torch.cat([tokens, new], dim=1)
+        modes = [(module, module.training) for module in self.modules()]
+        self.eval()
+        try:
+            new = tokens
+            for _ in range(count):
+                logits = self(new, caches)[:, -1]
+                if temperature:
+                    new = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
+                else:
+                    new = logits.argmax(dim=-1, keepdim=True)
+                tokens = torch.cat([tokens, new], dim=1)
+        finally:
+            for module, is_training in modes:
+                module.training = is_training
         return tokens

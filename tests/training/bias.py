@@ -2,6 +2,8 @@
 
     python -m flashproof.tests.training.bias [-o FILE] [--steps STEPS]
 
+With another number of steps, the result is written only into a file that is given.
+
 Qiu and Yao ("Why Low-Precision Transformer Training Fails: An Analysis on Flash Attention", 2025, arXiv 2510.04212)
 found why the loss of a GPT-2 exploded with flash attention in bfloat16. The output of attention had rounding errors of
 one sign, and delta = rowsum(dO o O) had them too. The gradient of a score is P (dP - delta), so the error of delta is
@@ -172,7 +174,7 @@ def departed(losses: Sequence[float], of_right: Sequence[Sequence[float]]) -> in
     """The step from which a loss stays away from those of right kernels, by more than these are apart. None: never."""
     spread = [(min(losses), max(losses)) for losses in zip(*map(smoothed, of_right), strict=True)]
     away = [mean > 2.0 * high - low for mean, (low, high) in zip(smoothed(losses), spread, strict=True)]
-    if not away[-1]:
+    if not away or not away[-1]:
         return None
     return SMOOTHED - 1 + next(start for start in range(len(away)) if all(away[start:]))
 
@@ -198,22 +200,42 @@ def told(runs: dict[str, Any]) -> dict[str, dict[str, int | None]]:
     }
 
 
+def in_words(steps: dict[str, int | None]) -> str:
+    """What told, and what did not: "told by the bias at step 0; not told by the bound"."""
+    by = [f"the {test} at step {step}" for test, step in steps.items() if step is not None]
+    not_by = [f"the {test}" for test, step in steps.items() if step is None]
+    parts = [f"{verb} {', '.join(tests)}" for verb, tests in (("told by", by), ("not told by", not_by)) if tests]
+    return "; ".join(parts)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Trains with each kernel, and writes what came of it. The exit status is 0 if the bias told before the loss."""
+    """Trains with each kernel, and writes what came of it.
+
+    The exit status is 0 if the bias told before the loss.
+    """
     parser = argparse.ArgumentParser(prog="python -m flashproof.tests.training.bias")
-    parser.add_argument("-o", "--output", type=Path, default=PLACE, metavar="FILE", help=f"instead of {PLACE.name}")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help=f"{PLACE.name} of the reports, for {STEPS} steps"
+    )
     parser.add_argument("--steps", type=int, default=STEPS, metavar="STEPS", help=f"{STEPS} unless given")
     options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps}: give at least 1")
+    output = options.output or (PLACE if options.steps == STEPS else None)
     torch.set_num_threads(1)
     runs = {}
     for name, made in KERNELS.items():
         runs[name] = run(made, options.steps)
-        print(f"{name}: loss {smoothed(runs[name]['loss'])[-1]:.3f}", flush=True)
+        last = runs[name]["loss"][-SMOOTHED:]
+        print(f"{name}: loss {sum(last) / len(last):.3f}", flush=True)
     found: dict[str, Any] = {"offset": OFFSET, "recipe": vars(RECIPE), "told": told(runs), "runs": runs}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(found))
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(found))
+    else:
+        print(f"not written: {PLACE} holds {STEPS} steps; give -o FILE")
     for name, steps in found["told"].items():
-        print(f"{name}: told by {', '.join(f'the {test} at step {step}' for test, step in steps.items())}")
+        print(f"{name}: {in_words(steps)}")
     bias, loss = found["told"]["cut"]["bias"], found["told"]["cut"]["loss"]
     return 0 if bias is not None and loss is not None and bias < loss else 1
 

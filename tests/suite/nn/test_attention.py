@@ -1,5 +1,8 @@
 """`flashproof.nn.MultiHeadAttention`: what it computes, what of PyTorch's module it takes over, and what it refuses."""
 
+import copy
+import io
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +13,7 @@ from torch.nn import functional
 
 from flashproof import judge
 from flashproof.impls import catalogue
+from flashproof.impls.spec import Implementation, Supports
 from flashproof.nn import KVCache, MultiHeadAttention
 
 BATCH, TOKENS, WIDTH, HEADS, DIM = 3, 40, 64, 4, 16
@@ -196,6 +200,55 @@ def test_a_cache_says_what_it_cannot_hold() -> None:
             module(inputs(), is_causal=True, cache=cache)
 
 
+@torch.no_grad()
+def test_a_refused_call_leaves_the_cache_as_it_was() -> None:
+    """Refused for its mask, for its causal alignment, or inside of the attention. The next call is then right."""
+    fails = False
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
+        if fails:
+            raise RuntimeError("no memory")
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+
+    module, x, cache = made(attention), inputs(), KVCache(TOKENS)
+    expected = module(x[:, :11], is_causal=True)[:, 10:]
+    module(x[:, :10], is_causal=True, cache=cache)
+    with pytest.raises(ValueError, match="does not fit; give booleans"):
+        module(x[:, 10:11], cache=cache, key_padding_mask=torch.zeros((BATCH, 10), dtype=torch.bool))
+    with pytest.raises(ValueError, match="aligned at the bottom right"):
+        module(x[:, 10:14], is_causal=True, cache=cache)
+    fails, empty = True, KVCache(TOKENS)
+    for one in (cache, empty):
+        with pytest.raises(RuntimeError, match="no memory"):
+            module(x[:, 10:11], is_causal=True, cache=one)
+    fails = False
+    assert (cache.length, empty.length) == (10, 0)
+    assert torch.allclose(module(x[:, 10:11], is_causal=True, cache=cache), expected, atol=1e-5)
+    assert module(x[:1], is_causal=True, cache=empty).shape == (1, TOKENS, WIDTH)
+
+
+@torch.no_grad()
+def test_a_cache_takes_tokens_of_one_batch_and_dtype() -> None:
+    module, x, cache = made("tiled.fa2"), inputs(), KVCache(TOKENS)
+    module(x[:2, :10], is_causal=True, cache=cache)
+    with pytest.raises(
+        ValueError, match=r"cache: holds batch 2, .*torch.float32 on cpu, and x has batch 1, .*clear\(\)"
+    ):
+        module(x[:1, 10:11], is_causal=True, cache=cache)
+    with pytest.raises(ValueError, match=r"and x has batch 2, 4 key heads of dim 16, torch\.bfloat16 on cpu"):
+        copy.deepcopy(module).bfloat16()(x[:2, 10:11].bfloat16(), is_causal=True, cache=cache)
+    assert cache.length == 10
+    cache.clear()
+    assert module(x[:1, :10], is_causal=True, cache=cache).shape == (1, 10, WIDTH)
+
+
+def test_the_gradient_is_zero_if_no_token_sees_a_key() -> None:
+    module, x = made("tiled.fa2"), inputs().requires_grad_()
+    out = module(x, key_padding_mask=torch.ones((BATCH, TOKENS), dtype=torch.bool))
+    assert torch.equal(out, module.out_proj.bias.expand(out.shape))
+    assert not torch.autograd.grad(out.sum(), x)[0].any()
+
+
 def test_dropout_is_drawn_in_training_alone() -> None:
     module, x = made("tiled.fa2", dropout=0.5), inputs()
     assert not torch.equal(module(x), module(x))
@@ -222,14 +275,21 @@ def test_any_callable_is_an_attention() -> None:
     ("attention", "options", "message"),
     [
         ("tiled.fa3", {}, "tiled.fa3: no implementation of the catalogue has this name"),
-        ("tiled.fa2", {"num_kv_heads": 3}, "num_heads: 4 must divide embed_dim 64, and num_kv_heads 3 must divide it"),
+        ("tiled.fa2", {"num_kv_heads": 3}, "num_kv_heads: 3; give a divisor of num_heads, 4"),
+        ("tiled.fa2", {"num_kv_heads": 0}, "num_kv_heads: 0; give a divisor of num_heads, 4"),
+        ("tiled.fa2", {"num_kv_heads": -2}, "num_kv_heads: -2; give a divisor of num_heads, 4"),
+        ("tiled.fa2", {"num_heads": 0}, "num_heads: 0; give at least 1"),
+        ("tiled.fa2", {"num_heads": 5}, "embed_dim: 64; give a multiple of num_heads, 5"),
+        ("tiled.fa2", {"dropout": 1.0}, "dropout: 1.0; give a probability of at least 0 and below 1"),
+        ("tiled.fa2", {"dropout": -0.1}, "dropout: -0.1; give a probability"),
+        ("tiled.fa2", {"dropout": math.nan}, "dropout: nan; give a probability"),
         (full_only, {"num_kv_heads": 2}, "num_kv_heads: full_only takes no grouped heads"),
-        (full_only, {"dropout": 0.5}, "dropout: full_only takes no dropout_p with a dropout_seed"),
+        (full_only, {"dropout": 0.5}, "no dropout_p with a dropout_seed; give dropout=0.0, or .*tiled.fa2"),
     ],
 )
 def test_what_cannot_be_made(attention: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        MultiHeadAttention(WIDTH, HEADS, attention=attention, **options)
+        MultiHeadAttention(WIDTH, **{"num_heads": HEADS} | options, attention=attention)
 
 
 @pytest.mark.parametrize(
@@ -245,3 +305,107 @@ def test_masks_that_no_call_can_express(attention: Any, hidden: list[bool] | Non
     mask = None if hidden is None else torch.tensor([hidden] * BATCH)
     with pytest.raises(ValueError, match=message):
         made(attention)(inputs(), is_causal=True, key_padding_mask=mask)
+
+
+def detached(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(query, key, value).detach()
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        (
+            Implementation(name="forward", attention=detached, supports=Supports(backward=False)),
+            "forward has no backward",
+        ),
+        (detached, "detached returned an output without a gradient"),
+    ],
+)
+def test_no_training_without_a_backward(attention: Any, message: str) -> None:
+    """Otherwise the second linear map alone would learn."""
+    module = made(attention)
+    with pytest.raises(ValueError, match=rf"attention: {message}; use torch.no_grad\(\) for inference, or another"):
+        module(inputs())
+    with torch.no_grad():
+        assert module(inputs()).shape == (BATCH, TOKENS, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("claims", "message"),
+    [
+        ({"dtypes": ("float16", "bfloat16")}, "x: narrow takes no float32 for .*; give float16 or bfloat16"),
+        ({"devices": ("cuda",)}, "x: narrow takes no tensors on cpu; give them on cuda"),
+    ],
+)
+def test_dtypes_and_devices_outside_the_claims(claims: dict[str, Any], message: str) -> None:
+    narrow = Implementation(name="narrow", attention=full_only, supports=Supports(**claims))
+    with pytest.raises(ValueError, match=message):
+        made(narrow)(inputs())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        (lambda q, k, v: (q, None), "attention: <lambda> returned a tuple; it must return the output alone"),
+        (
+            lambda q, k, v: q[:, :1],
+            r"returned torch.float32 \[3, 1, 40, 16\]; the output must be like query, .*3, 4, 40",
+        ),
+        (lambda q, k, v: q.double(), r"returned torch.float64 \[3, 4, 40, 16\]; the output must be like query"),
+    ],
+)
+def test_outputs_unlike_query(attention: Callable[..., object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(attention)(inputs())
+
+
+@pytest.mark.parametrize("shape", [(TOKENS, WIDTH), (1, BATCH, TOKENS, WIDTH), (BATCH, TOKENS, 32), (BATCH, 0, WIDTH)])
+def test_inputs_of_another_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"x: \[.*\]; give \[batch, length, embed_dim\] with embed_dim 64"):
+        made("tiled.fa2")(torch.zeros(shape))
+
+
+# ------------------------------------------------------------------------------------ attentions of modules, pickles
+
+
+class Scaled(nn.Module):
+    """An attention with a parameter, a dropout, and a causal mask unless told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.dropout = nn.Parameter(torch.ones(())), nn.Dropout(0.5)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = True) -> Tensor:
+        query = self.dropout(query * self.factor)
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+
+
+def test_an_attention_that_is_a_module_is_a_submodule() -> None:
+    attention = Scaled()
+    module = made(attention).eval()
+    assert module.get_parameter("attention.factor") is attention.factor
+    assert "attention.factor" in module.state_dict()
+    assert not attention.training
+    twin = copy.deepcopy(module)
+    twin.load_state_dict(module.state_dict() | {"attention.factor": torch.tensor(0.5)})
+    assert not torch.equal(twin(inputs()), module(inputs()))
+    torch.autograd.backward(module(inputs()).sum())
+    assert attention.factor.grad is not None
+
+
+OWN = Implementation(name="own", attention=full_only, supports=Supports(deterministic=True))
+
+
+@pytest.mark.parametrize("attention", [*IMPLEMENTATIONS, functional.scaled_dot_product_attention, Scaled(), OWN])
+def test_a_saved_module_comes_back(attention: Any) -> None:
+    module, file = made(attention).eval(), io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for twin in (torch.load(file, weights_only=False), copy.deepcopy(module)):
+        assert torch.equal(twin(inputs()), module(inputs()))
+        assert twin.implementation.name == module.implementation.name
+        assert twin.implementation.supports == module.implementation.supports
+        if isinstance(attention, str):
+            assert twin.implementation is module.implementation
+        if isinstance(attention, nn.Module):
+            assert twin.get_parameter("attention.factor") is not attention.get_parameter("factor")

@@ -1,14 +1,16 @@
 """`flashproof.nn.GPT`: its sizes are those of GPT-2, and generation with a cache is the full forward."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from flashproof import judge
 from flashproof.impls import catalogue
-from flashproof.nn import GPT, GPT2, Configuration
+from flashproof.nn import GPT, GPT2, Configuration, KVCache
 
 SMALL = Configuration(layers=2, heads=2, width=32, vocabulary=61, context=256)
 # The figures of the checkpoints that OpenAI published, and for 2.7B the sum of the sizes.
@@ -73,3 +75,49 @@ def test_tokens_are_drawn_by_a_generator() -> None:
 def test_more_tokens_than_the_context() -> None:
     with pytest.raises(ValueError, match="tokens: 257 are beyond the context of 256"):
         GPT(SMALL, "tiled.fa2")(torch.zeros((1, 257), dtype=torch.long))
+
+
+def test_generation_is_in_eval_mode() -> None:
+    """No dropout changes a token, and each submodule has its mode again."""
+    torch.manual_seed(1)
+    model = GPT(replace(SMALL, dropout=0.5), "tiled.fa2")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6.0)
+    model.blocks[1].eval()
+    modes = [module.training for module in model.modules()]
+    prompt = torch.randint(61, (2, 6))
+    assert torch.equal(model.generate(prompt, 20), model.generate(prompt, 20))
+    assert [module.training for module in model.modules()] == modes
+    assert len(set(modes)) == 2
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 6), (6,)])
+def test_prompts_without_tokens(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"tokens: \[.*\]; give \[batch, length\] with at least one token"):
+        GPT(SMALL, "tiled.fa2").generate(torch.zeros(shape, dtype=torch.long), 3)
+
+
+@torch.no_grad()
+def test_a_refusal_of_a_later_layer_leaves_all_caches() -> None:
+    model, tokens = GPT(SMALL, "tiled.fa2"), torch.zeros((1, 4), dtype=torch.long)
+    caches = [KVCache(4), KVCache(3)]
+    model(tokens[:, :3], caches)
+    with pytest.raises(ValueError, match="4 tokens do not fit into 3"):
+        model(tokens[:, 3:], caches)
+    assert [cache.length for cache in caches] == [3, 3]
+
+
+def test_an_attention_that_is_a_module_keeps_its_weights() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
+            return functional.scaled_dot_product_attention(self.linear(query), key, value, is_causal=is_causal)
+
+    attention = Mixed()
+    before = attention.linear.weight.detach().clone()
+    assert GPT(SMALL, attention).get_parameter("blocks.0.attention.attention.linear.weight") is attention.linear.weight
+    assert torch.equal(attention.linear.weight, before)
