@@ -130,7 +130,7 @@ def test_the_index_begins_with_a_sentence_of_verdict(site: Path) -> None:
         ),
         (
             [judgement("b", status="failed", bias=0.31, bias_error=0.01, bias_allowance=0.25, dtype="float16")],
-            "b on AMD EPYC, 2 cores fails: the errors of out in float16 lean to one side: bias 0.31 ulp",
+            "b on AMD EPYC, 2 cores fails: the errors of out in float16 lean to one side: bias 0.31 ± 0.010 ulp",
         ),
         ([judgement(), judgement("b", status="known defect", rho=3.0)], "b has known defects."),
         ([judgement("b", status="failed", rho="nan")], "out in float32 is not finite where the exact result is."),
