@@ -339,7 +339,6 @@ class Pool:
         time.sleep(0.1)
         self.hangs[job.owner] = hangs + 1
         allowed = f"no answer within {seconds:.3g} s" if worker.calling else f"the process was silent for {seconds:g} s"
-        allowed += f", after {hangs} of its calls did not return" if worker.calling and hangs else ""
         self._lose(worker, f"{allowed} (--time-limit SECONDS sets another limit)")
 
     def _lose(self, worker: WorkerProcess, how: str, *, status: int = 0) -> None:
