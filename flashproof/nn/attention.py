@@ -89,12 +89,12 @@ class MultiHeadAttention(nn.Module):
 
     It computes out_proj(attention(query, key, value)), where query, key and value are the parts of in_proj(x). The
     parameters have the names and the layout of `torch.nn.MultiheadAttention`, so a state dict of that module (one with
-    `kdim` and `vdim` of embed_dim, and without `add_bias_kv`) can be loaded. A state dict tells neither the number of
-    heads nor `add_zero_attn=True`: give the same num_heads, and load none of a module with `add_zero_attn=True`, whose
-    results are others. The inputs are batch first.
+    `kdim` and `vdim` of embed_dim, and without `add_bias_kv`) can be loaded. A state dict holds neither the number of
+    heads nor `add_zero_attn`. So give the same num_heads, and load no state dict of a module with `add_zero_attn=True`:
+    that module gives other results. The inputs are batch first.
 
-    An attention that is an `nn.Module` is the submodule `attention`. A pickle holds the name of an implementation of
-    the catalogue, and of any other attention the functions, as pickle stores them.
+    An attention that is an `nn.Module` is the submodule `attention`. A pickle holds an implementation of
+    the catalogue by its name, and any other attention as pickle stores its functions.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ def _module_of(attention: Callable[..., object]) -> nn.Module | None:
 
 
 def _packed(implementation: Implementation) -> str | dict[str, Any]:
-    """What of an implementation is pickled: its name in the catalogue, or the fields that are not the defaults."""
+    """What a pickle holds of an implementation: its name in the catalogue, or the fields that are not the defaults."""
     name = implementation.name
     if name in catalogue.CATALOGUE and catalogue.load(name) is implementation:
         return name
