@@ -43,7 +43,7 @@ from flashproof.impls.spec import DTYPES, OWN_KERNELS, Device, Dtype, Implementa
 
 # The version of the list of cases that a run judges, of the space and of all grids. Bundles name it: `flashproof check`
 # makes the list again. Whoever changes a case raises it (tests/suite/space/test_case_set.py says when).
-CASE_SET = 7
+CASE_SET = 8
 
 Fields = dict[str, Any]  # the fields of a case that is being built
 Levels = Mapping[str, str]  # the level of each factor
@@ -302,6 +302,7 @@ FACTORS: tuple[Factor, ...] = (
         _scale,
         lambda level, fields, pick: {"scale": pick(_SCALES[level][0]), "number": _SCALES[level][1]},
         costs={"zero": RARE},
+        half_hiding=["zero"],
     ),
     Factor(
         "dropout",
@@ -336,8 +337,9 @@ FACTORS: tuple[Factor, ...] = (
     _field("scores", [*FAMILIES], field="family", cost=RARE),
     Factor("magnitude", tuple(_MAGNITUDES), _magnitude_of, _magnitude, cost=RARE),
     _field("shift", _SHIFTS, cost=RARE),
-    _field("values", [*VALUES], cost=RARE),
-    _field("output gradient", [*DOUTS], field="douts", cost=RARE),
+    # Where values, scale or output gradient are zero, most of the answer is zero and shows few faults.
+    _field("values", [*VALUES], cost=RARE, half_hiding=["zero"]),
+    _field("output gradient", [*DOUTS], field="douts", cost=RARE, half_hiding=["zero"]),
 )
 
 
@@ -650,8 +652,8 @@ class Room:
     tensors. many: the same limit, for a batch x heads over 65535. cases: the least number of cases. steps: the largest
     time of one case by `steps_of`, where tiles are slow. dims: the head dims. odd: the only odd head dim, for a kernel
     that is compiled for each. pairs: whether the run has as many cases as all pairs need. half_hiding: whether a case
-    that asks for only some gradients, or for no LSE, counts for no other pair, as a case without gradients. A run then
-    needs a third more cases. common: whether the run has every combination of four common levels. triples: the room of
+    with a half-hiding level counts for no pair without this level, as a case without gradients. A run then needs half
+    as many cases again. common: whether the run has every combination of four common levels. triples: the room of
     further cases, which complete every triple that fits in that room.
     """
 
