@@ -6,7 +6,9 @@ import platform
 import subprocess
 import sys
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -22,10 +24,11 @@ def run_name() -> str:
     return f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
 
 
-def environment(run: str, *, whole: bool = True, command: str = "") -> Environment:
+def environment(run: str, *, whole_on: Sequence[Device] = (), command: str = "") -> Environment:
     """The environment of this process.
 
-    whole: whether the run verifies all that its implementations claim. command: what started the run, if not pytest.
+    whole_on: the devices on which the run verifies all that its implementations claim. command: what started the run,
+    if not pytest.
     """
     cuda = torch.cuda.is_available()
     versions = {
@@ -45,7 +48,8 @@ def environment(run: str, *, whole: bool = True, command: str = "") -> Environme
         date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
         commit=_commit(PACKAGE) if _in_a_clone() else "",
         project_commit=_commit(Path.cwd()),
-        whole=whole,
+        whole=set(whole_on) == {*get_args(Device)},
+        whole_on=list(whole_on),
         device=device_name("cuda" if cuda else "cpu"),
         kind="cuda" if cuda else "cpu",
         versions=versions,

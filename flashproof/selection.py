@@ -43,8 +43,8 @@ class Selection:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no option narrows the verification of the implementations."""
-        return not (self.cases or self.by_name or self.device or self.quick) and set(self.dtypes) == set(DTYPES)
+        """Whether no option narrows the verification of the implementations on the chosen devices."""
+        return not (self.cases or self.by_name or self.quick) and set(self.dtypes) == set(DTYPES)
 
     @property
     def effort(self) -> Asked:

@@ -264,9 +264,18 @@ class Session:
     @property
     def is_whole(self) -> bool:
         """Whether the run verifies everything that its implementations claim, and no option leaves anything out."""
-        options = ("markexpr", "deselect", "lf", "stepwise", "maxfail", "ignore", "ignore_glob")
+        return self.whole_on == list(get_args(Device))
+
+    @property
+    def whole_on(self) -> list[Device]:
+        """The devices on which the run verifies everything that its implementations claim."""
+        options = ("deselect", "lf", "stepwise", "maxfail", "ignore", "ignore_glob")
         narrowed = any(self.config.getoption(name, default=None) for name in options)
-        return self.asked and self.selection.is_whole and not (narrowed or self.has_paths or self.times)
+        if not self.asked or not self.selection.is_whole or narrowed or self.has_paths or self.times:
+            return []
+        marks = self.config.getoption("markexpr", default="").strip()
+        chosen = {"": get_args(Device), "gpu": ("cuda",)}.get(marks, ())
+        return [device for device in get_args(Device) if device in chosen and self.selection.device in (None, device)]
 
     @property
     def has_paths(self) -> bool:
@@ -304,7 +313,7 @@ class Session:
         """Writes a record. The first one follows a record of the environment."""
         if not self.written:
             self._make_report_folder()
-            append(self.path, environment(self.run, whole=self.is_whole, command=self.command))
+            append(self.path, environment(self.run, whole_on=self.whole_on, command=self.command))
         append(self.path, record)
         self.written += 1
         for listener in self.listeners:

@@ -501,23 +501,17 @@ def _claimed_by(claims: list[Claim]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*last.values(), *(claim.run for claim in claims[-1:])]))
 
 
-# Runs that leave out the CPU and nothing else. Other options may leave out checks or cases.
-_GPU_RUN = re.compile(r"pytest -m gpu( -[qv]+| -[np] \S+| --(impl|records|report|durations|search)[= ]\S+)*")
-
-
 def _whole_on(claims: list[Claim], environments: dict[str, Environment]) -> defaultdict[str, set[Machine]]:
     """By implementation, the machines on which a whole run verified it.
 
-    A whole run verifies on all devices of a machine, and `pytest -m gpu` on its GPU. A run that was interrupted is not
-    whole, and neither is one that died before it wrote a claim.
+    A run that was interrupted is not whole, and neither is one that died before it wrote a claim.
     """
     found: defaultdict[str, set[Machine]] = defaultdict(set)
     for claim in claims:
         environment = environments[claim.run]
-        if claim.ended and environment.whole:
-            found[claim.implementation] |= {_machine("cpu", environment), _machine("cuda", environment)}
-        elif claim.ended and "cuda" in claim.covered and _GPU_RUN.fullmatch(environment.command):
-            found[claim.implementation].add(_machine("cuda", environment))
+        if claim.ended:
+            devices: set[Literal["cpu", "cuda"]] = {"cpu", "cuda"} if environment.whole else set(environment.whole_on)
+            found[claim.implementation] |= {_machine(device, environment) for device in devices}
     return found
 
 

@@ -30,7 +30,8 @@ class Environment(msgspec.Struct, tag="environment", kw_only=True, frozen=True):
     date: str  # ISO 8601, UTC
     commit: str  # of flashproof, if it ran from its own clone; ends in "+" if the tree had changes
     project_commit: str = ""  # of the repository in which the run was started
-    whole: bool = False  # whether the run left out nothing that its implementations claim
+    whole: bool = False  # whether the run left out nothing that its implementations claim, on the CPU and on a GPU
+    whole_on: list[Literal["cpu", "cuda"]] = []  # the devices on which it left out nothing
     device: str  # "NVIDIA H200" or the CPU's name
     kind: Literal["cpu", "cuda"]
     # Of what is there: {"python": ..., "torch": ..., "triton": ..., "cuda": ..., "driver": ...}

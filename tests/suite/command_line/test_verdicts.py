@@ -20,6 +20,7 @@ from flashproof.impls.spec import DTYPES
 from flashproof.registry import checks
 from flashproof.reports import causes
 from flashproof.reports.record import Judgement
+from flashproof.session import Session
 from flashproof.signatures import of_callable
 from flashproof.tests.suite.command_line.test_catalogue import ROOT
 from flashproof.tests.suite.command_line.test_cli import KERNELS, SMALL, run
@@ -85,6 +86,26 @@ def session(**fields: Any) -> Any:
     }
     about |= {"passed_in": {("f", dtype) for dtype in DTYPES}, "without_gradient": {}, "with_gradient": set()}
     return SimpleNamespace(config=config, selection=SimpleNamespace(**selection), **(about | fields))
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "devices"),
+    [
+        ({}, None, ["cpu", "cuda"]),
+        ({"markexpr": "gpu"}, None, ["cuda"]),
+        ({}, "cpu", ["cpu"]),
+        ({"markexpr": "gpu"}, "cpu", []),
+        ({"markexpr": "gpu", "lf": True}, None, []),
+        ({"markexpr": "not gpu"}, None, []),
+    ],
+)
+def test_a_run_is_whole_on_the_devices_that_it_leaves_out_nothing_of(
+    options: dict[str, Any], device: str | None, devices: list[str]
+) -> None:
+    config = SimpleNamespace(getoption=lambda name, default=None: options.get(name, default))  # noqa: PLW0108
+    selection = SimpleNamespace(is_whole=True, device=device)
+    about: Any = SimpleNamespace(config=config, selection=selection, asked=True, has_paths=False, times=False)
+    assert vars(Session)["whole_on"].fget(about) == devices
 
 
 @pytest.mark.parametrize(

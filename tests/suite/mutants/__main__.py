@@ -273,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = " ".join(
         ["python -m flashproof.tests.suite.mutants", *(sys.argv[1:] if arguments is None else arguments)]
     )
-    records: list[Record] = [environment(run, whole=False, command=command), *judges(run)]
+    records: list[Record] = [environment(run, command=command), *judges(run)]
     for record in records:
         append(path, record)
     told: dict[str, tuple[Job, list[Trial]]] = {}

@@ -579,7 +579,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 *(sys.argv[1:] if arguments is None else arguments),
             ]
         )
-        append(options.output, environment(run, whole=False, command=command))
+        append(options.output, environment(run, command=command))
         for record in found:
             append(options.output, record)
     return 0

@@ -10,7 +10,7 @@ import pytest
 from flashproof.reports.evidence import Evidence, Machine, clear, gather, without_a_gpu
 from flashproof.reports.github import collect, summary
 from flashproof.reports.pages import write_pages
-from flashproof.reports.record import Absence, Covered, Curve, Environment, Memory, Record
+from flashproof.reports.record import Absence, Curve, Environment, Memory, Record
 from flashproof.tests.suite.reports import building
 from flashproof.tests.suite.reports.building import claim, environment, judgement
 
@@ -106,21 +106,18 @@ def test_a_whole_run_that_was_broken_off_takes_no_place(tmp_path: Path) -> None:
         ({"whole": True, "ended": False}, set()),
         ({"run": building.GPU}, set()),
         ({"run": building.GPU, "whole": True}, {GPU}),
-        ({"run": building.GPU, "command": "pytest -m gpu -q -n 4 --records runs/h200.jsonl"}, {GPU}),
-        ({"run": building.GPU, "command": "pytest -m gpu --lf"}, set()),
-        ({"run": building.GPU, "command": "pytest -m gpu tests/masks"}, set()),
-        ({"run": building.GPU, "command": "pytest -m gpu", "covered": {}}, set()),
-        ({"run": building.GPU, "command": "pytest -m gpu", "ended": False}, set()),
-        ({"command": "pytest -m gpu"}, set()),
+        ({"run": building.GPU, "whole_on": ["cuda"]}, {GPU}),
+        ({"run": building.GPU, "whole_on": ["cpu"]}, set()),
+        ({"run": building.GPU, "whole_on": ["cuda"], "ended": False}, set()),
+        ({"whole_on": ["cpu"]}, {CPU}),
     ],
 )
 def test_only_a_run_that_leaves_nothing_out_is_whole(
     tmp_path: Path, fields: dict[str, Any], whole: set[Machine]
 ) -> None:
-    """A run on a GPU may leave out the CPU. With any other option, it is narrowed."""
-    space = Covered(cases=9, pairs=9, possible_pairs=9, triples=9, possible_triples=9, forbidden=0, no_room=0)
-    run, covered = fields.pop("run", building.CPU), fields.pop("covered", {"cuda": space})
-    end = claim(run=run, ended=fields.pop("ended", True), covered=covered)
+    """A run may be whole on a GPU and leave out the CPU."""
+    run = fields.pop("run", building.CPU)
+    end = claim(run=run, ended=fields.pop("ended", True))
     (kernel,) = merged(tmp_path, [environment(run, **fields), judgement(run=run), end]).kernels
     machine = GPU if run == building.GPU else CPU
     assert kernel.whole_on & {CPU, GPU} == whole
