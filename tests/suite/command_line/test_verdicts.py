@@ -102,7 +102,7 @@ def session(**fields: Any) -> Any:
 def test_a_run_is_whole_on_the_devices_that_it_leaves_out_nothing_of(
     options: dict[str, Any], device: str | None, devices: list[str]
 ) -> None:
-    config = SimpleNamespace(getoption=lambda name, default=None: options.get(name, default))  # noqa: PLW0108
+    config = SimpleNamespace(getoption=lambda name, default=None: options.get(name, default))
     selection = SimpleNamespace(is_whole=True, device=device)
     about: Any = SimpleNamespace(config=config, selection=selection, asked=True, has_paths=False, times=False)
     assert vars(Session)["whole_on"].fget(about) == devices
