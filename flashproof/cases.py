@@ -6,7 +6,7 @@ case is a point in a space of factors: `space` names the factors, and draws case
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from flashproof.impls.catalogue import close
@@ -362,6 +362,14 @@ def _parse_word(word: str) -> dict[str, object]:
     known = [*_WORDS, "blocks0.5", "shift8", "scale0.5", "dropout0.1", "seed0"]
     example = Case(family="spike", magnitude=30.0, seed=7)
     raise ValueError(f"the word {word!r} is unknown{close(word, known)}; a case looks like '{example}'")
+
+
+def without_backward(case: Case) -> Case:
+    """The case with as much of its way of calling as goes without a backward."""
+    if not case.backward:
+        return case
+    detached = replace(case, wanted="none")
+    return detached if case.call in DETACHED_CALLS else replace(case, call="forward", wanted="all")
 
 
 def not_claimed(case: Case, supports: Supports) -> str | None:

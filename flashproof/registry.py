@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeVar
 
-from flashproof.cases import DETACHED_CALLS, WITHOUT_BACKWARD, Call, Case, not_claimed
+from flashproof.cases import DETACHED_CALLS, WITHOUT_BACKWARD, Call, Case, not_claimed, without_backward
 from flashproof.grids import Grid, called
 from flashproof.impls.spec import Dtype, Implementation
 from flashproof.reports.record import LAYERS
@@ -56,7 +56,7 @@ class Check:
         if dtype not in supports.dtypes or not all(getattr(supports, claim) for claim in self.claims):
             return []
         found = [case for case in self.grid(space, dtype) if not_claimed(case, supports) is None]
-        return found if supports.backward else [_without_backward(case) for case in found]
+        return found if supports.backward else [without_backward(case) for case in found]
 
     def of_line(self, case: Case) -> Case | None:
         """The check's form of a case from the command line. None if the check's way of calling cannot take the case."""
@@ -69,14 +69,6 @@ class Check:
         if self.call in WITHOUT_BACKWARD or (case.wanted == "none" and self.call not in DETACHED_CALLS):
             return replace(case, call=self.call, wanted="all")
         return replace(case, call=self.call)
-
-
-def _without_backward(case: Case) -> Case:
-    """The case with as much of its way of calling as goes without a backward."""
-    if not case.backward:
-        return case
-    detached = replace(case, wanted="none")
-    return detached if case.call in DETACHED_CALLS else replace(case, call="forward", wanted="all")
 
 
 def check(

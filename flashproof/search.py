@@ -18,7 +18,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from flashproof.cases import Case
+from flashproof.cases import Case, without_backward
 from flashproof.impls.spec import Dtype
 from flashproof.space import Space
 
@@ -103,11 +103,15 @@ def search(test: Test) -> Test:
 
 @st.composite
 def drawn(draw: st.DrawFn, space: Space, dtype: Dtype) -> Case:
-    """Draws a case of the space. Plain levels come first, so that a failure shrinks towards a plain case."""
+    """Draws a case of the space. Plain levels come first, so that a failure shrinks towards a plain case.
+
+    Without a claim of gradients, the case asks for none.
+    """
     row = space.drawn(lambda levels: draw(st.sampled_from(levels)), dtype=dtype)
     hypothesis.assume(row is not None)
     assert row is not None
-    return space.case(row, draw(st.integers(0, 99)))
+    case = space.case(row, draw(st.integers(0, 99)))
+    return case if space.supports.backward else without_backward(case)
 
 
 class Search:

@@ -1,19 +1,28 @@
-"""What float32 sums lose because some of their terms are too small.
+"""What float32 sums lose because their roundings share a sign.
 
-The probabilistic bound (`bounds`) takes the roundings of a sum for independent. This is wrong for a term below half a
-unit in the last place of the running sum: the addition loses the whole term, and the next one, always with the same
-sign. A key with one large weight and thousands of tiny ones has such sums. Their error is far inside the deterministic
-bound, but may exceed the probabilistic one.
+The probabilistic bound (`bounds`) takes the roundings of a sum for independent. This is wrong in two places:
+- A term below half a unit in the last place of the running sum. The addition loses the whole term, and the next one,
+  always with the same sign. A key with one large weight and thousands of tiny ones has such sums. No addition loses
+  more than its term. So a sum loses at most the sum of those of its terms that are at most u times the sum of the
+  absolute values of all terms.
+- Terms that are nearly equal, such as thousands of weights of 0.9998. The running sum is a multiple of its last place,
+  its grid. So an addition loses what the term's distance from this grid is, and equal terms have equal distances. The
+  distances repeat with the step g of the grid: a term t stands at the angle 2 pi t / g of a circle. The mean of these
+  points is 0 for terms that are spread out, and has the length 1 for equal ones. A sum of n terms loses at most
+  n g / 2, and this length is the share of it that does not cancel. Independent terms have a length of 1 / sqrt(n) by
+  chance; the probabilistic bound allows `bounds.LAMBDA` times as much, so only what is above counts here.
 
-No addition loses more than its term. So a sum loses at most the sum of those of its terms that are at most u times the
-sum of the absolute values of all terms. This amount is added to the probabilistic bound.
+These errors are far inside the deterministic bound, but may exceed the probabilistic one. So both amounts are added to
+the probabilistic bound.
 
-The amounts take a pass over all scores for each column of the head dim. Only a result outside the probabilistic bound
-and inside the deterministic one needs them.
+The amounts take some passes over all scores for each column of the head dim. Only a result outside the probabilistic
+bound and inside the deterministic one needs them.
 
 Source: Croci, Fasi, Higham, Mary and Mikaitis, Royal Society Open Science 9:211631, 2022 (stagnation); Higham and Mary,
 SIAM J. Sci. Comput. 41(5), 2019 (the assumptions of the probabilistic bound).
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -24,10 +33,13 @@ from flashproof.oracles.naive import Attention, Rows
 from flashproof.oracles.problem import Problem
 
 U = bounds.output_roundoff(torch.float32)
+# The grid becomes coarser as the running sum grows. A step is at most 2 u times the sum of the absolute values of all
+# terms. Sums in a finer grid than the last of these have so small roundings that the probabilistic bound holds them.
+STEPS = tuple(2.0 * U * 2.0**-halved for halved in range(4))
 
 
 def lost(problem: Problem, *, backward: bool = True) -> Attention:
-    """The most that each element may lose to terms that are too small, in float64, to first order.
+    """The most that each element may lose in this way, in float64, to first order.
 
     backward: whether to compute it for the gradients too. Otherwise theirs are 0.
     """
@@ -40,44 +52,49 @@ def lost(problem: Problem, *, backward: bool = True) -> Attention:
 
 def _add(found: Attention, rows: Rows, *, backward: bool) -> None:
     """Adds what the sums of some heads lose. The rows are all rows of these heads."""
-    dropped, value, dout = rows.dropped_weights, rows.value.abs(), rows.dout.abs()
+    dropped = rows.dropped_weights
     # The sum of the weights loses `of_sum`. The LSE and every weight are off by this share.
-    of_sum = _small(rows.weights, rows.weights.sum(dim=-1, keepdim=True)).sum(dim=-1, keepdim=True)
-    out = _of_product(dropped, value) + of_sum * rows.out.abs()
+    of_sum = _of_terms(rows.weights, rows.weights.sum(dim=-1))[..., None]
+    out = _of_product(dropped, rows.value) + of_sum * rows.out.abs()
     rows.write(found.out, out)
     rows.write(found.lse, of_sum)
     if not backward:
         return
-    slopes = rows.slopes()
-    weighted = (rows.weights * slopes.dweights).abs_()
-    mass = weighted.sum(dim=-1, keepdim=True)
+    slopes, dout = rows.slopes(), rows.dout.abs()
+    weighted = rows.weights * slopes.dweights
+    mass = weighted.abs().sum(dim=-1)
     # A kernel sums delta over the head dim of its output, or over the keys.
-    delta = torch.maximum(
-        (dout * out).sum(dim=-1, keepdim=True), _small(weighted, mass).sum(dim=-1, keepdim=True) + of_sum * mass
-    )
-    dscores, query, key = slopes.dscores.abs(), rows.query.abs(), rows.key.abs()
-    moved = of_sum * dscores + rows.weights * delta
-    scale = abs(rows.scale)
-    rows.write(found.dq, scale * (_of_product(dscores, key) + moved @ key))
-    of_keys = ((found.dk, scale, dscores, moved, query), (found.dv, 1.0, dropped, of_sum * dropped, dout))
-    for whole, factor, terms, off, of_rows in of_keys:
-        rows.add(whole, off, of_rows, factor)
+    of_keys = (_of_terms(weighted, mass) + of_sum[..., 0] * mass)[..., None]
+    delta = torch.maximum((dout * out).sum(dim=-1, keepdim=True), of_keys)
+    dscores, scale = slopes.dscores, abs(rows.scale)
+    moved = of_sum * dscores.abs() + rows.weights * delta
+    rows.write(found.dq, scale * (_of_product(dscores, rows.key) + moved @ rows.key.abs()))
+    sums = ((found.dk, scale, dscores, moved, rows.query), (found.dv, 1.0, dropped, of_sum * dropped, rows.dout))
+    for whole, factor, terms, off, of_rows in sums:
+        rows.add(whole, off, of_rows.abs(), factor)
         mine = whole.flatten(0, 1)[rows.kv_heads, : terms.shape[-1]]
         mine.add_(_of_product(terms.mT, of_rows), alpha=factor)
 
 
-def _small(terms: Tensor, total: Tensor) -> Tensor:
-    """The terms that a sum may lose; 0 in place of the others."""
-    return torch.where(terms <= U * total, terms, 0.0)
+def _of_terms(terms: Float[Tensor, "heads sums terms"], total: Float[Tensor, "heads sums"]) -> Tensor:
+    """What sums may lose. total: the sums of the absolute values of their terms."""
+    size = terms.abs()
+    is_large = size > U * total[..., None]
+    of_small = torch.where(is_large, 0.0, size).sum(dim=-1)
+    by_chance = bounds.LAMBDA * is_large.sum(dim=-1).sqrt()
+    of_equal = torch.zeros_like(total)
+    for relative in STEPS:
+        step = relative * total
+        angles = terms * (2.0 * math.pi / step)[..., None]
+        points = torch.where(is_large, torch.polar(torch.ones_like(angles), angles), 0.0)
+        of_equal = torch.maximum(of_equal, step / 2.0 * (points.sum(dim=-1).abs() - by_chance))
+    return of_small + of_equal
 
 
 def _of_product(
     left: Float[Tensor, "heads rows length"], right: Float[Tensor, "heads length dim"]
 ) -> Float[Tensor, "heads rows dim"]:
-    """What the sums of left @ right may lose. Both are absolute values."""
-    totals = left @ right
-    columns = []
-    for column in range(right.shape[-1]):
-        terms = left * right[:, None, :, column]
-        columns.append(_small(terms, totals[..., column, None]).sum(dim=-1))
+    """What the sums of left @ right may lose."""
+    totals = left.abs() @ right.abs()
+    columns = [_of_terms(left * right[:, None, :, column], totals[..., column]) for column in range(right.shape[-1])]
     return torch.stack(columns, dim=-1)

@@ -81,3 +81,9 @@ def test_every_case_that_is_drawn_can_be_built(begun: None, dtype: Dtype) -> Non
         assert inputs(case).query.isfinite().all()
 
     build()
+
+
+@settings(max_examples=100, derandomize=True, database=None)
+@given(search.drawn(Space(replace(OWN_KERNELS, backward=False)), "float16"))
+def test_a_search_asks_a_kernel_without_a_backward_for_no_gradient(case: Case) -> None:
+    assert not case.backward
