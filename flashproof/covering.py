@@ -21,6 +21,7 @@ Allowed = Callable[[Partial, int | None], bool]
 OPEN = -1
 _TRIES = 6  # attempts to build a row, each of which may reach a dead end
 PAIR = 1e6  # the value of a new pair, in new triples: more than all triples of a row
+_OF_COARSE = 1e5  # the cost of a coarse level in a row with a level that is seldom taken: more than all triples
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Covering:
     weights: the weight of each factor; a triple counts for the product of its three weights. costs: the costs of each
     factor's levels, in new triples. A level with a cost is taken where a pair or many triples need it. hiding: for each
     factor, whether its levels hide faults of other levels. A row with such a level completes only pairs and triples
-    that contain that level.
+    that contain that level. coarse: for each factor, whether its levels hide small faults. Few rows contain a level
+    that has a cost or hides faults, so these rows avoid coarse levels where they can.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Covering:
         weights: Sequence[float] | None = None,
         costs: Sequence[Sequence[float]] | None = None,
         hiding: Sequence[Sequence[bool]] | None = None,
+        coarse: Sequence[Sequence[bool]] | None = None,
     ) -> None:
         self.sizes = tuple(sizes)
         self.allowed = allowed
@@ -73,6 +76,8 @@ class Covering:
         self.used = np.zeros(len(self.factor))
         self._costs = np.zeros(len(self.factor)) if costs is None else np.concatenate(costs)
         self._hiding = np.zeros(len(self.factor), dtype=bool) if hiding is None else np.concatenate(hiding)
+        self._is_seldom = (self._costs > 0.0) | self._hiding
+        self._coarse = np.zeros(len(self.factor)) if coarse is None else _OF_COARSE * np.concatenate(coarse)
         # These costs make the plain levels the first choice. The other levels follow in their order.
         self._plainly = 1e9 * (np.arange(len(self.factor)) - self.starts[self.factor])
 
@@ -184,7 +189,8 @@ class Covering:
         """
         first: list[int] = []
         while len(first) < _TRIES:
-            row, stuck = self._greedy(chosen, first, self._costs + self.used / 1e3)
+            cost = self._costs + self.used / 1e3 + (self._coarse if self._is_seldom[chosen].any() else 0.0)
+            row, stuck = self._greedy(chosen, first, cost)
             if row is not None:
                 return row
             if stuck in first:

@@ -43,7 +43,7 @@ from flashproof.impls.spec import DTYPES, OWN_KERNELS, Device, Dtype, Implementa
 
 # The version of the list of cases that a run judges, of the space and of all grids. Bundles name it: `flashproof check`
 # makes the list again. Whoever changes a case raises it (tests/suite/space/test_case_set.py says when).
-CASE_SET = 8
+CASE_SET = 9
 
 Fields = dict[str, Any]  # the fields of a case that is being built
 Levels = Mapping[str, str]  # the level of each factor
@@ -58,7 +58,7 @@ class Factor:
     that give a case the level, from the fields that earlier factors have set. weight: the weight of a triple with this
     factor; 2 if kernels choose their code by this factor. cost: the cost of each level except the plain one, in new
     triples. costs: the costs of single levels, in place of `cost`. hiding: the levels that hide faults of other levels.
-    half_hiding: the levels that hide some of these faults.
+    half_hiding: the levels that hide some of these faults. coarse: the levels that hide small faults.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Factor:
     costs: Mapping[str, float] = field(default_factory=dict)
     hiding: Sequence[str] = ()
     half_hiding: Sequence[str] = ()
+    coarse: Sequence[str] = ()
 
     def cost_of(self, level: str) -> float:
         """The cost of a level."""
@@ -251,7 +252,7 @@ def _batch_of(case: Case) -> str:
 
 
 FACTORS: tuple[Factor, ...] = (
-    _field("dtype", DTYPES, weight=2.0),
+    _field("dtype", DTYPES, weight=2.0, coarse=["bfloat16"]),
     _field("call", [*CALLS], weight=2.0, costs={"compiled": RARE}, hiding=WITHOUT_BACKWARD),
     _field("wanted", get_args(Wanted), cost=RARE, hiding=["none"], half_hiding=get_args(Wanted)[2:]),
     _classes("key heads", _HEADS, "kv_heads", lambda case: case.kv_heads),
@@ -302,7 +303,6 @@ FACTORS: tuple[Factor, ...] = (
         _scale,
         lambda level, fields, pick: {"scale": pick(_SCALES[level][0]), "number": _SCALES[level][1]},
         costs={"zero": RARE},
-        half_hiding=["zero"],
     ),
     Factor(
         "dropout",
@@ -337,9 +337,8 @@ FACTORS: tuple[Factor, ...] = (
     _field("scores", [*FAMILIES], field="family", cost=RARE),
     Factor("magnitude", tuple(_MAGNITUDES), _magnitude_of, _magnitude, cost=RARE),
     _field("shift", _SHIFTS, cost=RARE),
-    # Where values, scale or output gradient are zero, most of the answer is zero and shows few faults.
-    _field("values", [*VALUES], cost=RARE, half_hiding=["zero"]),
-    _field("output gradient", [*DOUTS], field="douts", cost=RARE, half_hiding=["zero"]),
+    _field("values", [*VALUES], cost=RARE),
+    _field("output gradient", [*DOUTS], field="douts", cost=RARE),
 )
 
 
@@ -652,8 +651,8 @@ class Room:
     tensors. many: the same limit, for a batch x heads over 65535. cases: the least number of cases. steps: the largest
     time of one case by `steps_of`, where tiles are slow. dims: the head dims. odd: the only odd head dim, for a kernel
     that is compiled for each. pairs: whether the run has as many cases as all pairs need. half_hiding: whether a case
-    with a half-hiding level counts for no pair without this level, as a case without gradients. A run then needs half
-    as many cases again. common: whether the run has every combination of four common levels. triples: the room of
+    with a half-hiding level counts for no pair without this level, as a case without gradients. A run then needs a
+    third more cases. common: whether the run has every combination of four common levels. triples: the room of
     further cases, which complete every triple that fits in that room.
     """
 
@@ -851,7 +850,8 @@ class Space:
             [level in factor.hiding or (self.room.half_hiding and level in factor.half_hiding) for level in own]
             for factor, own in ((factor, self.levels[factor.name]) for factor in FACTORS)
         ]
-        return Covering(sizes, self.allowed, [factor.weight for factor in FACTORS], costs, hiding)
+        coarse = [[level in factor.coarse for level in self.levels[factor.name]] for factor in FACTORS]
+        return Covering(sizes, self.allowed, [factor.weight for factor in FACTORS], costs, hiding, coarse)
 
     def _cost_of(self, factor: Factor, level: str) -> float:
         """The cost of a level, in new triples. Where tiles are slow, each further tile of a level costs a new pair."""
