@@ -73,11 +73,17 @@ def _add(found: Attention, rows: Rows, *, backward: bool) -> None:
     for whole, factor, terms, off, of_rows in sums:
         rows.add(whole, off, of_rows.abs(), factor)
         mine = whole.flatten(0, 1)[rows.kv_heads, : terms.shape[-1]]
-        mine.add_(_of_product(terms.mT, of_rows), alpha=factor)
+        mine.add_(_of_product(terms.mT, of_rows, rows.groups), alpha=factor)
 
 
-def _of_terms(terms: Float[Tensor, "heads sums terms"], total: Float[Tensor, "heads sums"]) -> Tensor:
-    """What sums may lose. total: the sums of the absolute values of their terms."""
+def _of_terms(
+    terms: Float[Tensor, "heads sums terms"], total: Float[Tensor, "heads sums"], parts: int = 1
+) -> Float[Tensor, "heads sums"]:
+    """What sums may lose.
+
+    total: the sums of the absolute values of their terms. parts: the number of query heads whose terms a sum takes, one
+    head after another. The running sum is in another grid with each head, so the heads do not cancel.
+    """
     size = terms.abs()
     is_large = size > U * total[..., None]
     of_small = torch.where(is_large, 0.0, size).sum(dim=-1)
@@ -87,14 +93,17 @@ def _of_terms(terms: Float[Tensor, "heads sums terms"], total: Float[Tensor, "he
         step = relative * total
         angles = terms * (2.0 * math.pi / step)[..., None]
         points = torch.where(is_large, torch.polar(torch.ones_like(angles), angles), 0.0)
-        of_equal = torch.maximum(of_equal, step / 2.0 * (points.sum(dim=-1).abs() - by_chance))
+        lengths = points.reshape(*total.shape, parts, -1).sum(dim=-1).abs()
+        of_equal = torch.maximum(of_equal, step / 2.0 * (lengths.sum(dim=-1) - by_chance))
     return of_small + of_equal
 
 
 def _of_product(
-    left: Float[Tensor, "heads rows length"], right: Float[Tensor, "heads length dim"]
+    left: Float[Tensor, "heads rows length"], right: Float[Tensor, "heads length dim"], parts: int = 1
 ) -> Float[Tensor, "heads rows dim"]:
-    """What the sums of left @ right may lose."""
+    """What the sums of left @ right may lose. parts: see `_of_terms`."""
     totals = left.abs() @ right.abs()
-    columns = [_of_terms(left * right[:, None, :, column], totals[..., column]) for column in range(right.shape[-1])]
+    columns = [
+        _of_terms(left * right[:, None, :, column], totals[..., column], parts) for column in range(right.shape[-1])
+    ]
     return torch.stack(columns, dim=-1)

@@ -44,10 +44,10 @@ def test_different_terms_that_a_sum_can_hold_are_not_lost() -> None:
     problem = inputs(case := Case.parse("b2 h4/2 q700 k900 d3 causal-br seed1")).problem(case)
     statistical = bounds.bounds(problem, Claim(arithmetic_of_callables("float32", "cpu"), "statistical"))
     lost = stagnation.lost(problem)
-    for name in ("out", "lse", "dq", "dk", "dv"):
-        share = getattr(lost, name) / getattr(statistical, name)
-        assert share.max() < 0.05, name  # by chance, the terms of some sums agree a little
-        assert share.mean() < 0.001, name
+    assert not lost.out.median()
+    assert not lost.lse.median()
+    for name in ("out", "lse", "dq", "dk", "dv"):  # by chance, the terms of some sums agree a little
+        assert (getattr(lost, name) <= getattr(statistical, name)).all(), name
 
 
 def test_nearly_equal_terms_are_rounded_in_one_direction() -> None:
