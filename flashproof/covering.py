@@ -21,7 +21,7 @@ Allowed = Callable[[Partial, int | None], bool]
 OPEN = -1
 _TRIES = 6  # attempts to build a row, each of which may reach a dead end
 PAIR = 1e6  # the value of a new pair, in new triples: more than all triples of a row
-_OF_COARSE = 1e5  # the cost of a coarse level in a row with a level that is seldom taken: more than all triples
+_OF_COARSE = 1e5  # the cost of a coarse level in a row for a seldom level: more than all triples, less than a pair
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Covering:
     factor's levels, in new triples. A level with a cost is taken where a pair or many triples need it. hiding: for each
     factor, whether its levels hide faults of other levels. A row with such a level completes only pairs and triples
     that contain that level. coarse: for each factor, whether its levels hide small faults. Few rows contain a level
-    that has a cost or hides faults, so these rows avoid coarse levels where they can.
+    that has a cost or hides faults. A row for such a level avoids coarse levels where it can.
     """
 
     def __init__(

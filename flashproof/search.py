@@ -105,7 +105,7 @@ def search(test: Test) -> Test:
 def drawn(draw: st.DrawFn, space: Space, dtype: Dtype) -> Case:
     """Draws a case of the space. Plain levels come first, so that a failure shrinks towards a plain case.
 
-    Without a claim of gradients, the case asks for none.
+    If the space has no backward, the case asks for no gradient.
     """
     row = space.drawn(lambda levels: draw(st.sampled_from(levels)), dtype=dtype)
     hypothesis.assume(row is not None)

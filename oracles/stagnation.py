@@ -5,12 +5,13 @@ The probabilistic bound (`bounds`) takes the roundings of a sum for independent.
   always with the same sign. A key with one large weight and thousands of tiny ones has such sums. No addition loses
   more than its term. So a sum loses at most the sum of those of its terms that are at most u times the sum of the
   absolute values of all terms.
-- Terms that are nearly equal, such as thousands of weights of 0.9998. The running sum is a multiple of its last place,
-  its grid. So an addition loses what the term's distance from this grid is, and equal terms have equal distances. The
-  distances repeat with the step g of the grid: a term t stands at the angle 2 pi t / g of a circle. The mean of these
-  points is 0 for terms that are spread out, and has the length 1 for equal ones. A sum of n terms loses at most
-  n g / 2, and this length is the share of it that does not cancel. Independent terms have a length of 1 / sqrt(n) by
-  chance; the probabilistic bound allows `bounds.LAMBDA` times as much, so only what is above counts here.
+- Terms that are nearly equal, such as thousands of weights of 0.9998. The running sum is a multiple of its last place.
+  These multiples are a grid, with the step g. The error of an addition is the distance of the term from the nearest
+  multiple of g, so equal terms have equal errors. Put each term t on a circle, at the angle 2 pi t / g. The mean of
+  these points is near 0 for terms that are spread out, and has the length 1 for equal ones. n additions lose at most
+  n g / 2. The length of the mean is the share of this loss that cannot cancel. Independent terms have a length of about
+  1 / sqrt(n) by chance. The probabilistic bound allows `bounds.LAMBDA` times as much, so only what is above counts
+  here.
 
 These errors are far inside the deterministic bound, but may exceed the probabilistic one. So both amounts are added to
 the probabilistic bound.
@@ -33,13 +34,13 @@ from flashproof.oracles.naive import Attention, Rows
 from flashproof.oracles.problem import Problem
 
 U = bounds.output_roundoff(torch.float32)
-# The grid becomes coarser as the running sum grows. A step is at most 2 u times the sum of the absolute values of all
-# terms. Sums in a finer grid than the last of these have so small roundings that the probabilistic bound holds them.
+# The grid becomes coarser as the running sum grows. These are its last steps, as shares of the sum of the absolute
+# values of all terms. While the grid is finer, few terms are added, and the probabilistic bound holds their roundings.
 STEPS = tuple(2.0 * U * 2.0**-halved for halved in range(4))
 
 
 def lost(problem: Problem, *, backward: bool = True) -> Attention:
-    """The most that each element may lose in this way, in float64, to first order.
+    """The most that each element may lose, in float64, to first order.
 
     backward: whether to compute it for the gradients too. Otherwise theirs are 0.
     """
@@ -79,10 +80,10 @@ def _add(found: Attention, rows: Rows, *, backward: bool) -> None:
 def _of_terms(
     terms: Float[Tensor, "heads sums terms"], total: Float[Tensor, "heads sums"], parts: int = 1
 ) -> Float[Tensor, "heads sums"]:
-    """What sums may lose.
+    """The most that each sum may lose.
 
     total: the sums of the absolute values of their terms. parts: the number of query heads whose terms a sum takes, one
-    head after another. The running sum is in another grid with each head, so the heads do not cancel.
+    head after another. The grid may change from head to head, so the losses of two heads do not cancel.
     """
     size = terms.abs()
     is_large = size > U * total[..., None]
@@ -101,7 +102,7 @@ def _of_terms(
 def _of_product(
     left: Float[Tensor, "heads rows length"], right: Float[Tensor, "heads length dim"], parts: int = 1
 ) -> Float[Tensor, "heads rows dim"]:
-    """What the sums of left @ right may lose. parts: see `_of_terms`."""
+    """The most that each sum of left @ right may lose. parts: see `_of_terms`."""
     totals = left.abs() @ right.abs()
     columns = [
         _of_terms(left * right[:, None, :, column], totals[..., column], parts) for column in range(right.shape[-1])
