@@ -271,7 +271,8 @@ class Session:
         """The devices on which the run verifies everything that its implementations claim."""
         options = ("deselect", "lf", "stepwise", "maxfail", "ignore", "ignore_glob")
         narrowed = any(self.config.getoption(name, default=None) for name in options)
-        if not self.asked or not self.selection.is_whole or narrowed or self.has_paths or self.times:
+        verifies = (self.asked or self.is_clone) and not self.times  # in a clone, `pytest` verifies the catalogue
+        if not verifies or not self.selection.is_whole or narrowed or self.has_paths:
             return []
         marks = self.config.getoption("markexpr", default="").strip()
         chosen = {"": get_args(Device), "gpu": ("cuda",)}.get(marks, ())

@@ -104,8 +104,11 @@ def test_a_run_is_whole_on_the_devices_that_it_leaves_out_nothing_of(
 ) -> None:
     config = SimpleNamespace(getoption=lambda name, default=None: options.get(name, default))
     selection = SimpleNamespace(is_whole=True, device=device)
-    about: Any = SimpleNamespace(config=config, selection=selection, asked=True, has_paths=False, times=False)
-    assert vars(Session)["whole_on"].fget(about) == devices
+    about: Any = SimpleNamespace(config=config, selection=selection, has_paths=False, times=False)
+    for about.asked, about.is_clone in [(True, False), (False, True)]:
+        assert vars(Session)["whole_on"].fget(about) == devices
+    about.asked = about.is_clone = False
+    assert vars(Session)["whole_on"].fget(about) == []
 
 
 @pytest.mark.parametrize(
