@@ -105,6 +105,9 @@ class Arithmetic:
     # P and dS are cast to this dtype before the second product. "input": to the dtype of query. "e4m3": 2^8 exp(S - m)
     # is cast to e4m3, with m the largest score of the row so far; only with products="e4m3".
     weights: Literal["input", "float32", "e4m3"] = "input"
+    # The weights P of the backward's dS = P (dP - delta). "float32": P before its cast. "cast": P after the cast that
+    # `weights` describes, so that dS has the errors of two casts.
+    dscores_from: Literal["float32", "cast"] = "float32"
     # The forward pass divides its weights by this. "sum": their own sum, so the errors that they share cancel. "lse":
     # exp(lse) with a rounded LSE, as in a second pass over the keys, or when parts of the keys are merged by their
     # LSEs.
@@ -140,11 +143,11 @@ def arithmetic_of_flash(dtype: Dtype, device: Device) -> Arithmetic:
 
 
 def arithmetic_of_callables(dtype: Dtype, device: Device) -> Arithmetic:
-    """The assumed arithmetic of a bare callable: FlashAttention's, with weights normalised in either way.
+    """The assumed arithmetic of a bare callable: FlashAttention's, with weights normalised and cast in either way.
 
     Vector code of a CPU for exponentials, such as PyTorch's, makes 2^n as 2 x 2^(n - 1) and answers 0 below 2^-125.5.
     """
-    assumed = replace(arithmetic_of_flash(dtype, device), normaliser="lse")
+    assumed = replace(arithmetic_of_flash(dtype, device), normaliser="lse", dscores_from="cast")
     return replace(assumed, exp_smallest=2.0**-125.5) if device == "cpu" else assumed
 
 

@@ -117,6 +117,7 @@ class Units:
     step_error: float  # with `terms`: what one step of a tensor core truncates
     tile: int  # with `terms`: the fewest terms in each sum of a tensor core, apart from the last one
     u_p: float  # the cast of P or dS before a product
+    u_s: float  # the cast of P before dS is computed from it
     u_o: float  # the rounding of the output
     u_l: float  # the rounding of the LSE to float32; 0 if the accumulator's own roundings include it
     u_n: float  # one operation of the LSE that normalises: as u_a, or of the input dtype as under torch.autocast
@@ -199,6 +200,7 @@ def units_of(problem: Problem, claim: "Claim") -> Units:
     elementary = 2.0**-53 if arithmetic.accumulate == "float64" else 2.0**-24
     sixteen_bit = dtype in (torch.float16, torch.bfloat16)
     cast = arithmetic.weights == "input" and sixteen_bit
+    u_p = _E4M3_WEIGHT if arithmetic.weights == "e4m3" else _ROUNDOFF[dtype] if cast else 0.0
     # If the tile is unknown, assume the worst case: a tile of 16 keys for the number of steps, and a tile of all keys
     # for the length of a sum.
     tiles = math.ceil(keys / (arithmetic.key_tile or 16))
@@ -209,7 +211,8 @@ def units_of(problem: Problem, claim: "Claim") -> Units:
         step_terms=step_terms,
         step_error=step_error * (_SMALL_PRODUCTS_FIRST if arithmetic.products == "6xbf16" else 1.0),
         tile=min(arithmetic.key_tile or 16, arithmetic.query_tile or 16),
-        u_p=_E4M3_WEIGHT if arithmetic.weights == "e4m3" else _ROUNDOFF[dtype] if cast else 0.0,
+        u_p=u_p,
+        u_s=u_p if arithmetic.dscores_from == "cast" else 0.0,
         u_o=_ROUNDOFF[dtype],
         u_l=_ROUNDOFF[torch.float32] if arithmetic.accumulate == "float64" and dtype != torch.float64 else 0.0,
         u_n=_ROUNDOFF[dtype] if arithmetic.products == "input" else roundoff,
@@ -386,7 +389,7 @@ def share(problem: Problem, claim: Claim, of: Claim) -> float | None:
     pairs += [(small.added(small.row_sum), large.added(large.row_sum)), (small.rescaling, large.rescaling)]
     pairs += [
         (getattr(small, unit), getattr(large, unit))
-        for unit in ("u_a", "u_p", "u_o", "u_l", "u_n", "product", "operand", "eps_e", "eta", "lost", "tiny")
+        for unit in ("u_a", "u_p", "u_s", "u_o", "u_l", "u_n", "product", "operand", "eps_e", "eta", "lost", "tiny")
     ]
     pairs += [(small.sixteen_bit_steps * small.u_o, large.sixteen_bit_steps * large.u_o)]
     pairs += [((1 + small.sixteen_bit_steps) * small.tiny, (1 + large.sixteen_bit_steps) * large.tiny)]
@@ -664,7 +667,7 @@ class _Sums:
             dscores.add_(2.0 * u.product_tiny * rows.largest_gain)  # the same
         dscores.mul_(weights + moved)
         dscores.addcmul_(moved, parts.slope)
-        dscores.add_(parts.dscores_abs, alpha=3.0 * u.u_a + u.u_p + over_keys)
+        dscores.add_(parts.dscores_abs, alpha=3.0 * u.u_a + u.u_p + u.u_s + over_keys)
         dscores.add_(parts.one_and_slope, alpha=u.eta * scaled_before)
         dq = (dscores @ parts.key_abs).mul_(abs(rows.scale))
         if u.operand:

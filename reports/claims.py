@@ -74,6 +74,8 @@ def _arithmetic(fields: dict[str, Any]) -> str:
             if weights == "input"
             else f"weights in {weights}"
         )
+    if fields.get("dscores_from") == "cast":
+        parts.append("dS computed from the rounded weights")
     if gradients := fields.get("gradients"):
         parts.append(f"gradients summed in {'the input dtype' if gradients == 'input' else gradients}")
     if isinstance(ulps := fields.get("exp_ulps"), int | float):

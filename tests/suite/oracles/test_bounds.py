@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashproof.impls.peers import sdpa
 from flashproof.impls.spec import Arithmetic
 from flashproof.oracles import ball, bounds, naive, verdict
 from flashproof.oracles.bounds import Claim
@@ -216,6 +217,7 @@ LOOSER = {
     ),
     "a worse exponential": (Arithmetic(exp_ulps=1.0), Arithmetic(exp_ulps=4.0)),
     "weights divided by an LSE": (Arithmetic(), Arithmetic(normaliser="lse")),
+    "dS from cast weights": (Arithmetic(), Arithmetic(dscores_from="cast")),
     "tiles unknown": (Arithmetic(key_tile=64), Arithmetic()),
 }
 
@@ -238,6 +240,24 @@ def test_the_probabilistic_form_is_the_tighter_one_on_long_sums(line: str) -> No
     )
     assert (probable.dv.sum() / certain.dv.sum()).item() < 1.0
     assert (probable.dv > 0.0).all()
+
+
+def test_a_kernel_that_computes_ds_from_cast_weights_needs_that_claim() -> None:
+    """A search found this row: sdpa.efficient returned 1.4305e-06 for an element of dQ, where 1.4433e-06 is exact."""
+    whole = problem_of("b16 h1 q1280 k23 d8 bfloat16 full padded x16 scale0.3 v.sink do.summed packed-kv seed61")
+    query, dout = (tensor[13:14, :, 239:240] for tensor in (whole.query, whole.dout))
+    problem = replace(whole, query=query, key=whole.key[13:14], value=whole.value[13:14], dout=dout)
+    q, k, v, do = (tensor[0, 0].double() for tensor in (problem.query, problem.key, problem.value, problem.dout))
+    weights = torch.softmax(problem.scale * (q @ k.T), dim=1).bfloat16().double()
+    delta = (do * (weights @ v).bfloat16()).sum()
+    ds = (problem.scale * weights * (do @ v.T - delta)).bfloat16().double()
+    found, exact = (ds @ k).bfloat16(), naive.attention(problem).dq
+    assert f"{found[0, 3].item():.4e}" == "1.4305e-06"
+    default, cast = (
+        verdict.rho(found[None, None], exact, bounds.bounds(problem, Claim(claim)).dq).value
+        for claim in (Arithmetic(accumulate="tensor_core"), sdpa.arithmetic_of_efficient("bfloat16", "cuda"))
+    )
+    assert cast <= 1.0 < default
 
 
 def test_a_row_that_sees_no_key_has_no_error() -> None:
