@@ -76,7 +76,7 @@ def in_order(transposed: Tensor) -> Tensor:
 @pytest.mark.parametrize("dim", [128, 77, 72, 64, 8, 3])
 def test_the_kernel_rounds_as_the_oracle(dim: int) -> None:
     """All numbers and scales have the same bits as those of the oracle, and what is beyond the tensor is 0."""
-    powers = torch.exp2(torch.linspace(-14.0, 14.0, 300))[:, None]
+    powers = torch.exp2(torch.linspace(-14.0, 13.0, 300))[:, None]
     tensors = [(some(2, 3, 300, dim, seed=seed) * powers).half() for seed in (1, 2, 3)]
     given = [tensors[0].cuda().transpose(1, 2).contiguous().transpose(1, 2), tensors[1].cuda(), tensors[2].cuda()]
     rounded = [Rounded.of(x, transposed=i == 2) for i, x in enumerate(given)]

@@ -162,7 +162,8 @@ def test_first_use_is_quick(name: str, tmp_path: Path) -> None:
     x = torch.zeros(1, 1, 128, 128, device="cuda", dtype=_dtype(implementation), requires_grad=True)
     with mock.patch.object(Launch, "run", autospec=True, side_effect=launches.append):
         out: Any = implementation.attention(x, x, x, is_causal=True)
-        out.backward(torch.zeros_like(out))
+        if implementation.supports.backward:
+            out.backward(torch.zeros_like(out))
     with mock.patch.object(launching, "cache_folder", return_value=tmp_path):
         for launch in launches:
             seconds = []

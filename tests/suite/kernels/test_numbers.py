@@ -20,7 +20,7 @@ TENSORS = ("out", "lse", "dq", "dk", "dv")
 
 
 def attended(name: str, device: Device, inputs: dict[str, Tensor], **keywords: Any) -> dict[str, Tensor]:
-    """Runs an implementation forward and backward. Returns out, lse, dq, dk and dv on the CPU.
+    """Runs an implementation. Returns out, lse and, if it has a backward, dq, dk and dv on the CPU.
 
     It computes in float32, or in bfloat16 if it does not take float32.
 
@@ -38,9 +38,10 @@ def attended(name: str, device: Device, inputs: dict[str, Tensor], **keywords: A
     dtype = torch.float32 if "float32" in implementation.supports.dtypes else torch.bfloat16
     leaves = [inputs[tensor].to(device, dtype, copy=True).requires_grad_() for tensor in ("query", "key", "value")]
     attention: Any = implementation.attention
-    out, lse = attention(*leaves, return_lse=True, **keywords)
-    gradients = torch.autograd.grad(out, leaves, inputs["dout"].to(device, dtype))
-    return {tensor: x.detach().cpu() for tensor, x in zip(TENSORS, (out, lse, *gradients), strict=True)}
+    results = attention(*leaves, return_lse=True, **keywords)
+    if implementation.supports.backward:
+        results = (*results, *torch.autograd.grad(results[0], leaves, inputs["dout"].to(device, dtype)))
+    return {tensor: x.detach().cpu() for tensor, x in zip(TENSORS, results, strict=False)}
 
 
 def textbook(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -103,5 +104,6 @@ def test_scores_below_float32(name: str, device: Device) -> None:
     inputs["value"][..., 270:, :] = 1.0
     found = attended(name, device, inputs)
     assert (found["out"] == 1.0).all()
-    assert (found["dv"][..., :270, :] == 0.0).all()
-    assert found["dv"].isfinite().all()
+    if "dv" in found:
+        assert (found["dv"][..., :270, :] == 0.0).all()
+        assert found["dv"].isfinite().all()

@@ -104,7 +104,7 @@ def even_and_odd_queries(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale
 
 @variant("scores summed over pieces of eight coordinates, from the last to the first")
 def coordinates_from_the_last(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    scores = torch.zeros(len(q), len(k))
+    scores = torch.zeros(len(q), len(k), dtype=torch.float32)
     for piece in tiles(q.shape[1], 8)[::-1]:
         scores += q[:, piece].float() @ k[:, piece].float().T
     scores = scores.masked_fill(~visible, -math.inf)

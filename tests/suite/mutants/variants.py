@@ -272,7 +272,10 @@ def online(
     rescaling).
     """
     acc = torch.zeros(q.shape, dtype=torch.float32)
-    maximum, total = torch.full((len(q), 1), -math.inf), torch.zeros(len(q), 1)
+    maximum, total = (
+        torch.full((len(q), 1), -math.inf, dtype=torch.float32),
+        torch.zeros(len(q), 1, dtype=torch.float32),
+    )
     for tile in tiles:
         scores = _scores(q, k[tile], visible[:, tile])
         highest = torch.maximum(maximum, scores.amax(dim=1, keepdim=True))
@@ -402,7 +405,7 @@ def padded_dim(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -
 
 @variant("query rows in tiles of 8, from the last to the first")
 def rows_last_to_first(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse = torch.empty(q.shape, dtype=torch.float32), torch.empty(len(q))
+    out, lse = torch.empty(q.shape, dtype=torch.float32), torch.empty(len(q), dtype=torch.float32)
     for rows in reversed(tiles(len(q), 8)):
         out[rows], lse[rows] = finished(online(q[rows], k, v, visible[rows], scale, tiles(len(k), 128)), scale)
     return out, lse
