@@ -24,6 +24,15 @@ class ByImplementation(LoadScopeScheduling):  # type: ignore[misc]
         found = _ON_A_GPU.search(nodeid)
         return found[1] if found else nodeid
 
+    def _reschedule(self, node: Any) -> None:
+        """Gives a process more tests. One that replaces another gets none before it has collected them.
+
+        The base class takes all processes as ready as soon as it knows as many collections as there are processes. It
+        also counts the collections of those that have ended.
+        """
+        if node in self.registered_collections:
+            super()._reschedule(node)
+
     def remove_node(self, node: Any) -> str | None:
         """Takes back the tests of a process that has ended, and returns the one in which it died.
 

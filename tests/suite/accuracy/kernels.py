@@ -24,8 +24,9 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: f
 def scaled_wrong(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool
 ) -> Tensor:
-    """Has a scale that is wrong by 0.1 %."""
-    return sdpa(query, key, value, is_causal=is_causal, scale=1.001 * scale, enable_gqa=enable_gqa)
+    """Has a scale that is wrong by 0.1 %, or in bfloat16 by 0.4 %: bfloat16 itself rounds by up to 0.4 %."""
+    wrong = 1.004 if query.dtype == torch.bfloat16 else 1.001
+    return sdpa(query, key, value, is_causal=is_causal, scale=wrong * scale, enable_gqa=enable_gqa)
 
 
 def leaking(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool) -> Tensor:

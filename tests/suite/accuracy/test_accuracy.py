@@ -79,7 +79,7 @@ def test_the_verdict_is_that_of_the_suite(shape: str, dtype: Dtype) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kernel", [scaled_wrong, leaking, without_maximum])
 def test_wrong_kernels_are_rejected(kernel: Kernel, shape: str, dtype: Dtype) -> None:
-    """The wrong scale is tested with large scores, because bfloat16 itself rounds by four times 0.1 %."""
+    """The wrong scale is tested with large scores, which it changes by more."""
     magnitude = {scaled_wrong: " x8", leaking: "", without_maximum: " x40"}[kernel]
     case = Case.parse(f"{shape} {dtype}{magnitude}")
     # On a CPU, torch sums dV in 16 bit, so its dV may be wrong (tests/known_defects.toml).

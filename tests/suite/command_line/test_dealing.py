@@ -60,6 +60,8 @@ def test_on_a_gpu_each_process_gets_whole_implementations() -> None:
     scheduler.mark_test_complete(one, 0)
     assert scheduler.remove_node(one) == tests[1]
     scheduler.add_node(new)
+    scheduler.schedule()
+    assert new.given == []  # it has not collected its tests yet
     scheduler.add_node_collection(new, tests)
     scheduler.schedule()
     assert tests[2] in new.given + other.given
