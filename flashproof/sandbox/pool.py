@@ -20,6 +20,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
@@ -202,6 +203,7 @@ class Pool:
         self.hangs: dict[str, int] = {}
         self.slowest: dict[str, float] = {}  # for each owner, the seconds of its longest call that returned
         self.memory = min(available_memory() // (len(self.slots) + 1), MEMORY)
+        self.forking = ThreadPoolExecutor(1, "flashproof.fork")
 
     def run(self) -> None:
         """Works until every item is reported."""
@@ -231,6 +233,7 @@ class Pool:
             for worker in self.slots:
                 if worker is not None:
                     worker.end()
+            self.forking.shutdown()
 
     def _give_work(self, slot: int) -> None:
         worker = self.slots[slot]
@@ -379,13 +382,22 @@ class Pool:
     # ------------------------------------------------------------------------------------------- starting a worker
 
     def _fork(self, connection: Connection, log: int) -> int:
-        with warnings.catch_warnings():
-            # Python warns of a fork while threads run. These threads are NumPy's, which wait for work.
-            warnings.simplefilter("ignore")
-            pid = os.fork()
-        if not pid:
-            self._live(connection, log)
-        return pid
+        """Forks a worker from a thread that does nothing else.
+
+        OpenMP keeps a pool of threads for each thread that calls it. In a fork from the main thread, the pool would
+        have no threads, and the first parallel operation would wait for them forever. The thread must not end before
+        the workers do: the system kills a worker when the thread that forked it ends.
+        """
+
+        def fork() -> int:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Python warns of a fork while threads run. These wait for work.
+                pid = os.fork()
+            if not pid:
+                self._live(connection, log)
+            return pid
+
+        return self.forking.submit(fork).result()
 
     def _live(self, connection: Connection, log: int) -> NoReturn:
         """The life of a forked worker."""

@@ -264,6 +264,27 @@ def attention(query, key, value):
     assert len(set((tmp_path / "processes").read_text().split())) == (2 if lost else 1)
 
 
+def test_threads_of_the_main_process_do_not_stop_a_worker(tmp_path: Path) -> None:
+    """A worker can compute with several threads although the main process did so before its fork."""
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text("""
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+torch.set_num_threads(2)
+torch.ones(2**20).exp()
+
+def attention(query, key, value):
+    return scaled_dot_product_attention(query, key, value)
+""")
+    command = [sys.executable, "-m", "pytest", CALLS, "-q", "-n1", *QUICK, f"--records={tmp_path / 'records.jsonl'}"]
+    command += [f"--impl={kernel}:attention", "--case=b1 h2 q300 k300 d64 float32 parallel", "--device=cpu"]
+    ended = subprocess.run(
+        [*command, "--time-limit=20", "-k", "parallel"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert "1 passed" in ended.stdout, ended.stdout + ended.stderr
+
+
 @pytest.mark.parametrize("status", ["passed", "refused", "failed", "known defect"])
 def test_a_worker_that_dies_after_a_record(tmp_path: Path, status: Status) -> None:
     """The death of a worker is a failure of the check.
