@@ -432,6 +432,20 @@ def test_the_same_records_give_the_same_site(tmp_path: Path) -> None:
     assert sites[0] == sites[1]
 
 
+def test_the_site_of_the_committed_records_is_small(tmp_path: Path) -> None:
+    """The limits are for the whole site, for each file and for the first page.
+
+    The site is built by another process, because the checks of types make it four times as slow in this one.
+    """
+    records = sorted((ROOT / "reports" / "records").glob("*.jsonl.gz"))
+    command = [sys.executable, "-m", "flashproof.reports", *map(str, records), "-o", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True)
+    sizes = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()]
+    assert sum(sizes) <= 5_000_000
+    assert max(sizes) <= 500_000
+    assert (tmp_path / "index.html").stat().st_size < 150_000
+
+
 def test_pages_of_an_earlier_site_go_and_other_files_stay(tmp_path: Path) -> None:
     site = small_site(tmp_path / "a", judgement("old.kernel"))
     (site / "notes.html").write_text("<p>mine</p>")
