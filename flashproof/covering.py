@@ -233,12 +233,12 @@ class Covering:
 
     def _take(self, level: int, taken: list[int], gain: np.ndarray, possible: np.ndarray) -> None:
         """Updates the gains: what each level would complete together with this level and the levels taken before."""
-        with_it = self.open_triples[:, level]
+        with_it = self.open_triples[level]
         before = [other for other in taken if self._hiding[other]]
         if before:
-            triples = with_it[:, before[0]] * (self._weight[before[0]] * self._weight[level])
+            triples = with_it[before[0]] * (self._weight[before[0]] * self._weight[level])
         else:
-            triples = with_it[:, taken].astype(np.float32) @ self._weight[taken] * self._weight[level]
+            triples = self._weight[taken] @ with_it[taken].astype(np.float32) * self._weight[level]
         if not before and not self._hiding[level]:
             gain += PAIR * self.open_pairs[:, level] + triples
         elif not before:  # from now on, only pairs and triples that contain this level count

@@ -29,6 +29,8 @@ _SAMPLE = 256  # queries that serve to estimate another scale
 _STEPS = 6  # steps of that estimate
 _LEFT = 0.5  # the share of an error that an explanation may leave; a wide bound holds much by chance
 _FEW = 16  # elements; fewer of them may be multiples of the exact ones by chance
+_LARGEST = 1e4  # the largest factor, and the inverse of the smallest one, of which a result may be a multiple
+_ABOVE = 4.0  # an exact result that is this many times its bound is well above it
 _CLOSE = 1e-4  # a fitted scale or factor that is closer than this to the right one explains nothing
 
 
@@ -179,9 +181,11 @@ def _others(problem: Problem, answer: Mapping[TensorName, Tensor], limit: float)
         if not mask.causal and queries == mask.keys:
             break  # the two alignments are one mask
     if mask.causal and mask.blocks is None:
-        for shift, words in ((1, "one key more"), (-1, "one key fewer")):
-            shifted = _Shifted(queries, mask.keys, mask.causal, shift=shift)
-            yield _Other(f"with a causal mask that shows each query {words}", replace(problem, mask=shifted))
+        for shift, keys in ((1, "one key more"), (-1, "one key fewer")):
+            words = f"with a causal mask that shows each query {keys}"
+            if queries == 1:  # a lost key has the same answer
+                words = f"with {keys} than the query sees"
+            yield _Other(words, replace(problem, mask=_Shifted(queries, mask.keys, mask.causal, shift=shift)))
     if mask.blocks is not None:
         yield _Other("without the block mask", replace(problem, mask=replace(mask, blocks=None)))
     if problem.dropout.p:
@@ -270,7 +274,8 @@ def _multiple(failed: Mapping[TensorName, Tensor], truth: Exact, limit: float) -
         kept = exact.isfinite() & tensor.isfinite()
         numbers, got = (part.to(torch.float64).masked_fill(~kept, 0.0) for part in (exact, tensor))
         factor = float((got * numbers).sum() / numbers.square().sum())
-        if not math.isfinite(factor) or not factor or math.isclose(factor, 1.0, rel_tol=_CLOSE):
+        is_sane = 1.0 / _LARGEST <= abs(factor) <= _LARGEST  # False for NaN
+        if not is_sane or math.isclose(factor, 1.0, rel_tol=_CLOSE) or not _stands_out(numbers, name, truth):
             continue
         multiple = truth.times(factor)
         judged = judging.judge_tensor(tensor, name, multiple)
@@ -282,6 +287,12 @@ def _multiple(failed: Mapping[TensorName, Tensor], truth: Exact, limit: float) -
             words += ", which makes it a logarithm to base 2"
         said.setdefault(words, []).append(name)
     return "; ".join(f"{_are(names)} {words}" for words, names in said.items())
+
+
+def _stands_out(exact: Tensor, name: TensorName, truth: Exact) -> bool:
+    """Whether enough elements of an exact result are well above their bounds. A multiple of nearly 0 says nothing."""
+    bound = getattr(truth.bound, name).to(exact.device, torch.float64)
+    return int((exact.abs() > _ABOVE * bound).sum()) >= _FEW
 
 
 def _coarser(problem: Problem, failed: Mapping[TensorName, Tensor], truth: Exact) -> str:

@@ -201,6 +201,7 @@ _DIMS |= {
     "odd over 64": [65, 71, 99, 127, 129, 161, 201, 255],
     "even over 64": [66, 100, 130, 164, 250],
 }
+_SMALLEST_DIM = {level: min(dims) for level, dims in _DIMS.items()}
 _SCALES: dict[str, tuple[Sequence[float | None], str]] = {
     "default": ([None], "float"),
     "given": ([0.3, 1.7, 0.02], "float"),
@@ -418,9 +419,9 @@ def _possible(known: Known, of: str) -> tuple[int, ...]:
 
 @cache
 def _lengths(length: str | None, *rests: str | None) -> tuple[int, ...]:
-    """The lengths of a class, or of all classes, that have all of these rests."""
+    """The lengths of a class, or of all classes, that have all of these rests, in ascending order."""
     numbers = LENGTHS[length] if length else [number for numbers in LENGTHS.values() for number in numbers]
-    return tuple(number for number in numbers if all(RESTS[left](number) for left in rests if left))
+    return tuple(sorted(number for number in numbers if all(RESTS[left](number) for left in rests if left)))
 
 
 @_rule(*_OF_LENGTH, "sharing")
@@ -719,9 +720,9 @@ def _smallest(known: Known) -> Case:
         batch=65536 // heads + 1 if batch == MANY else min(_BATCHES[batch]),
         heads=heads,
         kv_heads=kv_heads,
-        queries=min(_possible(known, "queries")),
-        keys=min(_possible(known, "keys")),
-        dim=min(_DIMS[known.get("head dim", "8")]),
+        queries=_possible(known, "queries")[0],
+        keys=_possible(known, "keys")[0],
+        dim=_SMALLEST_DIM[known.get("head dim", "8")],
     )
 
 
@@ -967,17 +968,23 @@ class Space:
             for name, levels in COMMON.items()
         ]
         places = [place for place, factor in enumerate(FACTORS) if factor.name in COMMON]
+        known = [
+            [self.levels[FACTORS[place].name].index(word) for word in words]
+            for place, words in zip(places, own, strict=True)
+        ]
         plain = [0] * len(FACTORS)  # the first level is the plain one, if it is claimed
 
         def whole(part: Partial) -> list[int]:
             """A row of all factors."""
             row = list(plain)
-            for place, words, level in zip(places, own, part, strict=True):
-                known = self.levels[FACTORS[place].name]
-                row[place] = OPEN if level == OPEN else known.index(words[level])
+            for place, numbers, level in zip(places, known, part, strict=True):
+                row[place] = OPEN if level == OPEN else numbers[level]
             return row
 
-        rows = every_four([len(words) for words in own], lambda part, new: self.allowed(whole(part), None))
+        def allowed(part: Partial, new: int | None) -> bool:
+            return self.allowed(whole(part), None if new is None else places[new])
+
+        rows = every_four([len(words) for words in own], allowed)
         return [tuple(whole(row)) for row in rows]
 
     def _models(self) -> list[Case]:

@@ -10,6 +10,7 @@ from flashproof.reports.record import Judgement
 
 LARGE = 1e6  # a larger figure is shown as such, without its digits
 CAUSES = 3  # the number of causes that are shown for an implementation
+SHARE = 4  # a known cause leads if it is in at least a fourth of the failing checks, each counted once for each dtype
 RARE = 10  # an explained cause with fewer failures than a tenth of those of the first is not shown
 _SCALE = re.compile(r"with a scale of .*\((.*) times as large\)")
 _SIZES = re.compile(r"b(\d+) h(\d+)(?:/\d+)? q(\d+) k(\d+) d(\d+)\b")
@@ -19,9 +20,10 @@ _FACTOR = re.compile(r" is (.*) times the exact result")
 
 
 def causes(failures: Sequence[Judgement]) -> list[list[Judgement]]:
-    """Groups of failures with one cause: the same answered question, or else the same words, or else the same check.
+    """Groups of failures with one cause: the same answered question, words or bias, or else the same check.
 
-    Groups with a known cause come first. Among the others, the larger groups come first.
+    Groups with a known cause that is in a real share of the failing checks come first (`leads`). A question that few
+    checks answer may be answered by chance, so it comes last. Among the others, the larger groups come first.
     """
     found: dict[tuple[str, str], list[Judgement]] = {}
     factors = {scale[1] for one in failures if (scale := _SCALE.search(one.question))}
@@ -33,11 +35,58 @@ def causes(failures: Sequence[Judgement]) -> list[list[Judgement]]:
             cause = "question", by[1] if by and by[1] in factors else _SUBJECT.sub("", one.question).partition(":")[0]
         elif one.rho is None and one.message:
             cause = "words", without_numbers(one.message.partition("\n")[0])
+        elif is_bias(one):
+            cause = "bias", f"{one.tensor} in {one.dtype}"
         else:
             cause = "check", one.check
         found.setdefault(cause, []).append(one)
-    order = ("question", "words", "check")
-    return [found[cause] for cause in sorted(found, key=lambda cause: (order.index(cause[0]), -len(found[cause])))]
+    order = ("question", "bias", "words", "check")
+
+    def rank(cause: tuple[str, str]) -> tuple[int, int, int]:
+        kind, group = cause[0], found[cause]
+        if kind != "check" and leads(group, failures):
+            return 0, order.index(kind), -len(group)
+        return (2 if kind == "question" else 1), 0, -len(group)
+
+    return [found[cause] for cause in sorted(found, key=rank)]
+
+
+def is_bias(failure: Judgement) -> bool:
+    """Whether a failure is a bias alone: every element is inside its bound."""
+    return 0.0 <= size(worst_rho(failure)) <= 1.0 and wording.leans(failure)
+
+
+def leads(group: Sequence[Judgement], failures: Sequence[Judgement]) -> bool:
+    """Whether a cause is in a real share of the failing checks. Each check counts once for each dtype.
+
+    A cause in few of them may be a coincidence of these cases.
+    """
+    return len(_places(group)) * SHARE >= len(_places(failures))
+
+
+def explanations(failures: Sequence[Judgement]) -> list[list[Judgement]]:
+    """The groups of `causes` that explain a real share of the failing checks: by another question, or by a bias."""
+    return [group for group in _apart(causes(failures)) if _explains(group, failures)]
+
+
+def headline(failures: Sequence[Judgement]) -> str:
+    """The first of the explanations in words. Empty if there is none."""
+    return next((cause_of(group) for group in explanations(failures)), "")
+
+
+def _explains(group: Sequence[Judgement], failures: Sequence[Judgement]) -> bool:
+    return bool(group[0].question or is_bias(group[0])) and leads(group, failures)
+
+
+def _apart(groups: Sequence[list[Judgement]]) -> list[list[Judgement]]:
+    """The groups without those of multiples if there is another scale, which makes multiples of some results."""
+    if not any(_SCALE.search(one.question) for group in groups for one in group):
+        return list(groups)
+    return [group for group in groups if not all(_FACTOR.search(one.question) for one in group)]
+
+
+def _places(failures: Sequence[Judgement]) -> set[tuple[str, str, str]]:
+    return {(one.check, one.dtype, one.device) for one in failures}
 
 
 def without_numbers(words: str) -> str:
@@ -47,24 +96,22 @@ def without_numbers(words: str) -> str:
 
 def one_screen(name: str, failures: Sequence[Judgement]) -> Iterator[str]:
     """What is wrong with an implementation, in a few lines."""
-    failed = len({(one.check, one.dtype) for one in failures})
     tensors = wording.listed(dict.fromkeys(one.tensor for one in failures if one.tensor))
     dtypes = wording.listed(dict.fromkeys(one.dtype for one in failures))
     named = f": {tensors}" if tensors else ""
-    yield f"{name} is wrong{named} in {dtypes}; {wording.plural(failed, 'check')} failed"
-    alike = causes(failures)
-    explained = [group for group in alike if group[0].question]
-    if any(_SCALE.search(one.question) for one in failures):  # another scale makes other multiples of some results
-        explained = [group for group in explained if not all(_FACTOR.search(one.question) for one in group)]
+    yield f"{name} is wrong{named} in {dtypes}; {wording.failed_checks(failures, ' failed')}"
+    alike = _apart(causes(failures))
+    explained = [group for group in alike if _explains(group, failures)]
     # The other failures usually follow from these, if these are in most checks.
-    is_explained = 2 * len({(one.check, one.dtype) for group in explained for one in group}) >= failed
+    is_explained = 2 * len(_places([one for group in explained for one in group])) >= len(_places(failures))
     shown = [group for group in explained if len(group) * RARE >= len(explained[0])]
-    shown = (shown if is_explained else [*shown, *(group for group in alike if not group[0].question)])[:CAUSES]
+    if not is_explained:
+        shown += [group for group in alike if not _explains(group, failures)]
+    shown = shown[:CAUSES]
     for group in shown:
-        simplest = _simplest(group)
-        yield f"  {_cause(simplest, group)}"
-        yield f"    {_extent(group)}; the simplest case:"
-        yield f"    again: {wording.repeat_line(simplest)}"
+        yield f"  {cause_of(group)}"
+        yield f"    {_extent(group, failures)}; the simplest case:"
+        yield f"    again: {wording.repeat_line(_simplest(group))}"
     if rest := len(failures) - sum(map(len, shown)):
         yield f"  and {wording.plural(rest, 'more failure')}" + (", which may follow from this" if is_explained else "")
 
@@ -77,20 +124,32 @@ def _simplest(group: Sequence[Judgement]) -> Judgement:
     return min((one for one, said in zip(alike, words, strict=True) if said == usual), key=_complexity)
 
 
-def _cause(simplest: Judgement, group: Sequence[Judgement]) -> str:
+def cause_of(group: Sequence[Judgement]) -> str:
     """The cause of a group in the words of its simplest case, or else the largest rho of the group."""
+    simplest = _simplest(group)
     if simplest.question:
         return simplest.question
     if simplest.rho is None and simplest.message:
         return simplest.message.partition("\n")[0]
+    if is_bias(simplest):
+        return wording.reason(simplest)
     worst = max(group, key=lambda one: size(worst_rho(one)))
+    if 0.0 <= size(worst_rho(worst)) <= 1.0:
+        return f"{simplest.check}: {wording.reason(worst)}"
     return f"{simplest.check}: the largest rho is {capped_rho(worst_rho(worst))} ({worst.tensor or 'the result'})"
 
 
-def _extent(group: Sequence[Judgement]) -> str:
-    """How often, and in which dtypes."""
-    places = {(one.check, one.dtype) for one in group}
-    return f"in {wording.plural(len(places), 'check')}, {wording.listed(dict.fromkeys(one.dtype for one in group))}"
+def _extent(group: Sequence[Judgement], failures: Sequence[Judgement]) -> str:
+    """In how many of the failing checks, and in which dtypes."""
+    count, total = (len({one.check for one in each}) for each in (group, failures))
+    # A group without a known cause is one check.
+    is_cause = group[0].question or is_bias(group[0]) or (group[0].rho is None and group[0].message)
+    of = (
+        f"{count:,} of {wording.plural(total, 'check')}"
+        if is_cause and count < total
+        else wording.plural(count, "check")
+    )
+    return f"in {of}, {wording.listed(dict.fromkeys(one.dtype for one in group))}"
 
 
 def _complexity(failure: Judgement) -> tuple[float, float]:

@@ -4,6 +4,7 @@ The pages, their style, their script and the lists of all cases lie in one folde
 readable without its script, which adds sorting, filters, and the lists of all cases.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -94,8 +95,13 @@ def write_difference(found: difference.Difference, runs: Sequence[difference.Run
     return directory / "difference.html"
 
 
+# HTML lets a cell leave out its end tag, which takes a twentieth of a site.
+_END_OF_CELL = re.compile(r"</td>(?=\s*(?:<t[dh][ >]|</tr>))")
+
+
 def _write(directory: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
+    for name, content in files.items():
+        text = _END_OF_CELL.sub("", content) if name.endswith(".html") else content
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8", errors="replace")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from flashproof.impls.catalogue import STANDARD
-from flashproof.reports import badges, casefile, charts, claims, front, overview, tables, throughput, wording
+from flashproof.reports import badges, casefile, causes, charts, claims, front, overview, tables, throughput, wording
 from flashproof.reports.evidence import (
     TENSORS,
     Evidence,
@@ -120,12 +120,11 @@ def _sentence(kernel: Kernel) -> str:
     whole, narrowed = tables.verdict(kernel), overview.not_whole(kernel)
     on = wording.listed(str(machine) for machine in kernel.machines if machine.name)
     if whole.state == "failed":
-        worst = overview.worst_failure(kernel)
-        assert worst is not None
-        failed = [j.judgement for j in kernel.judged if j.judgement.status == "failed"]
-        cause = next((f": {one.question}" for one in failed if one.question), "")
-        checks = wording.plural(len({one.check for one in failed}), "check")
-        found = f"Fails {checks}{cause}. The worst: {wording.reason(worst.judgement)}."
+        every = [j for j in kernel.judged if j.judgement.status == "failed"]
+        worst = max(every, key=lambda j: (severity(j), overview.gravity(j)))  # the figure of the overview
+        failed = [j.judgement for j in every]
+        cause = f": {said}" if (said := causes.headline(failed)) else ""
+        found = f"Fails {wording.failed_checks(failed)}{cause}. The worst: {wording.reason(worst.judgement)}."
         return f"{found} {wording.sentence(narrowed)}." if narrowed else found
     if whole.state == "known defect":
         count = sum(j.judgement.status == "known defect" for j in kernel.judged)
@@ -152,15 +151,19 @@ class Told(NamedTuple):
 
 
 def _grouped(failures: list[Judged], kernel: Kernel) -> list[Told]:
-    """One failure of each tensor, dtype and machine of a check. Those whose cause was found are first.
+    """One failure of each tensor, dtype and machine of a check. Those with a cause that leads are first.
 
     failures: sorted, worst first.
     """
+    leading = causes.explanations([j.judgement for j in failures])
+    explained = {id(one) for group in leading for one in group if one.question}
     groups: dict[tuple[str, str | None, str, Machine], list[Judged]] = {}
     for judged in failures:
         one = judged.judgement
         groups.setdefault((one.check, one.tensor, one.dtype, judged.machine), []).append(judged)
-    shown = [(next((j for j in group if j.judgement.question), group[0]), len(group)) for group in groups.values()]
+    shown = [
+        (next((j for j in group if id(j.judgement) in explained), group[0]), len(group)) for group in groups.values()
+    ]
     return [
         Told(
             judged,
@@ -168,7 +171,7 @@ def _grouped(failures: list[Judged], kernel: Kernel) -> list[Told]:
             count - 1,
             overview.key_of(judged.judgement),
         )
-        for judged, count in sorted(shown, key=lambda pair: not pair[0].judgement.question)
+        for judged, count in sorted(shown, key=lambda pair: id(pair[0].judgement) not in explained)
     ]
 
 

@@ -4,7 +4,7 @@ import math
 import re
 import shlex
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
 from flashproof.reports.evidence import size, worst_rho
@@ -225,6 +225,8 @@ def reason(judgement: Judgement) -> str:
     about = f"{tensor(judgement)} in {judgement.dtype}" if judgement.dtype else tensor(judgement)
     worst = worst_rho(judgement)
     if size(worst) == math.inf:
+        if judgement.worst is not None and size(judgement.worst.got) < math.inf:
+            return f"{about} is wrong where its arithmetic allows no error"
         return f"{about} is not finite where the exact result is"
     if size(worst) > 1:
         return f"{about} is {rho(worst)} times as far off as its arithmetic allows"
@@ -262,3 +264,11 @@ def sentence(text: str) -> str:
 def plural(count: int, noun: str) -> str:
     """A count with its noun: "1 case", "24 cases"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def failed_checks(failures: Sequence[Judgement], verb: str = "") -> str:
+    """How many checks failed: "19 checks failed (30, counted once for each dtype)". verb: what follows "checks"."""
+    checks = len({one.check for one in failures})
+    places = len({(one.check, one.dtype, one.device) for one in failures})
+    each = "each dtype and device" if len({one.device for one in failures}) > 1 else "each dtype"
+    return plural(checks, "check") + verb + (f" ({places:,}, counted once for {each})" if places > checks else "")

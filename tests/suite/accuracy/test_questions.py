@@ -206,6 +206,9 @@ def test_a_row_of_few_keys_reads_well(line: str, query: int, words: str) -> None
         ("q40 k70 d32 causal shift-250000 seed3", "out", lambda exact: 1e-6 * exact.sign()),  # where the bound is wide
         ("q40 k70 d32 spike x88 seed4", "dq", torch.ones_like),  # where the exact result is nearly 0
         ("q1 k300 d16 spike x16", "lse", torch.ones_like),  # any number is a multiple of any other
+        ("q40 k40 d16 v.equal", "dk", lambda exact: 1e30 * exact),  # where the exact result is nearly 0
+        ("q40 k70 d32 shift-1000000 seed3", "out", lambda exact: 100.0 * exact),  # where it is smaller than its bound
+        ("q40 k40 d32", "dq", lambda exact: 1e6 * exact),  # too large a factor
     ],
 )
 def test_nothing_is_explained_by_chance(line: str, name: Any, wrong: Callable[[Tensor], Tensor]) -> None:
@@ -216,6 +219,19 @@ def test_nothing_is_explained_by_chance(line: str, name: Any, wrong: Callable[[T
     judged = [judging.judge_tensor(answer[name], name, truth)]
     assert not judged[0].passed
     assert questions.answered(inputs(case).problem(case), answer, judged, truth, claim) == ""
+
+
+def test_a_lost_key_is_no_other_mask_for_one_query() -> None:
+    """One query under a causal mask may lack a key for any reason. So the words name the key, and not the mask."""
+    case, claim = Case.parse("b1 h1 q1 k40 d32 causal-br"), arithmetic_of_callables("float32", "cpu")
+    given = inputs(case)
+    truth = judging.exact(case, claim, "cpu")
+    out = sdpa(
+        given.query, given.key[:, :, :-1], given.value[:, :, :-1], is_causal=False, scale=32**-0.5, enable_gqa=False
+    )
+    judged = [judging.judge_tensor(out, "out", truth)]
+    words = questions.answered(given.problem(case), {"out": out}, judged, truth, claim)
+    assert words == "this is the answer with one key fewer than the query sees"
 
 
 # ------------------------------------------------------------------------------------------------- coarser arithmetic

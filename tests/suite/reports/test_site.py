@@ -596,3 +596,29 @@ def test_a_failure_whose_cause_was_found_comes_first(tmp_path: Path) -> None:
     text = the_page(site, "triton.fa2").text
     assert f"Fails 1 check: {cause}. The worst: " in text
     assert text.index("rho 2.0") < text.index("rho 9.0")
+
+
+def test_a_cause_in_few_failing_checks_is_no_headline(tmp_path: Path) -> None:
+    """A question that is answered in one of five failing checks may be answered by chance."""
+    cause = "this is the answer without the causal mask"
+    failed = [judgement(status="failed", check=f"contract/{name}", rho=3.0) for name in ("a", "b", "c", "d")]
+    failed.append(judgement(status="failed", rho=2.0, question=cause))
+    text = the_page(small_site(tmp_path, claim(), *failed), "triton.fa2").text
+    assert "Fails 5 checks. The worst: out in float32 is 3.0 times as far off" in text
+
+
+def test_the_worst_of_a_page_is_the_worst_of_the_overview(tmp_path: Path) -> None:
+    """A larger rho in a check of calls is the worst, although a check of accuracy fails too."""
+    failed = [judgement(status="failed", rho=141.0), judgement(status="failed", check="contract/grown", rho=1423.0)]
+    page = the_page(small_site(tmp_path, claim(), *failed), "triton.fa2").text
+    assert "The worst: out in float32 is 1423 times as far off" in page
+    checks = ("contract/z", "accuracy/forward")  # without a figure, the check of plain calls tells most
+    failed = [judgement(status="failed", check=check, tensor=None, rho=None, message="wrong") for check in checks]
+    page = the_page(small_site(tmp_path / "none", claim(), *failed), "triton.fa2").text
+    assert "The worst: accuracy/forward in float32 does not hold" in page
+
+
+def test_failed_checks_are_counted_with_and_without_their_dtypes(tmp_path: Path) -> None:
+    failed = [judgement(status="failed", rho=2.0, dtype=dtype) for dtype in ("float32", "float16")]
+    text = the_page(small_site(tmp_path, claim(), *failed), "triton.fa2").text
+    assert "Fails 1 check (2, counted once for each dtype)" in text

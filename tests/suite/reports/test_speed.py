@@ -135,9 +135,9 @@ def test_the_page_has_every_part(whole: Path) -> None:
 def test_the_table_of_the_tutorials_has_every_length(whole: Path) -> None:
     text = whole.read_text()
     table = text[text.index('id="standard"') :]
-    rows = re.findall(r"<tr><th scope=\"row\">(\d+)</th>((?:<td>[^<]*</td>)+)</tr>", table)[:6]
+    rows = re.findall(r"<tr><th scope=\"row\">(\d+)</th>((?:<td>[^<]*)+)</tr>", table)[:6]
     assert [int(length) for length, _ in rows] == [512, 1024, 2048, 4096, 8192, 16384]
-    standard, flash, speed_up, matrix, measured, ratio = re.findall(r"<td>([^<]*)</td>", rows[5][1])
+    standard, flash, speed_up, matrix, measured, ratio = re.findall(r"<td>([^<]*)", rows[5][1])
     assert float(speed_up) == pytest.approx(float(standard) / float(flash), rel=0.01)
     assert (matrix, measured) == ("512 MiB", "64 KiB")
     assert float(ratio.replace("e", "e+")) == pytest.approx(512 * 1024 / 64)

@@ -171,3 +171,27 @@ def test_the_block_needs_no_figures_at_all() -> None:
         status="failed",
     )
     assert wording.failure_block(bare) == "mine.py:f  contract/shape  float32\nagain: pytest --impl mine.py:f"
+
+
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [
+        ([("a", "float32", "cpu")], "1 check failed"),
+        ([("a", "float32", "cpu"), ("b", "float32", "cpu"), ("a", "float32", "cpu")], "2 checks failed"),
+        ([("a", "float32", "cpu"), ("a", "float16", "cpu")], "1 check failed (2, counted once for each dtype)"),
+        (
+            [("a", "float32", "cpu"), ("a", "float32", "cuda")],
+            "1 check failed (2, counted once for each dtype and device)",
+        ),
+    ],
+)
+def test_failed_checks_are_counted_as_the_run_counts_them(places: list[tuple[str, str, Any]], words: str) -> None:
+    failed = [judgement(check=check, dtype=dtype, device=device) for check, dtype, device in places]
+    assert wording.failed_checks(failed, " failed") == words
+
+
+def test_a_finite_error_above_a_bound_of_zero_is_not_called_infinite() -> None:
+    wrong = judgement(status="failed", rho="inf", worst=worst(1.0, bound=0.0, exact=0.0))
+    assert wording.reason(wrong) == "out in float32 is wrong where its arithmetic allows no error"
+    infinite = judgement(status="failed", rho="inf", worst=worst(1.0, got="nan"))
+    assert wording.reason(infinite) == "out in float32 is not finite where the exact result is"
