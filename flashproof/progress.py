@@ -43,6 +43,7 @@ class Display(Watcher):
         self.judged: dict[tuple[str, str, str], Judgement] = {}  # the worst by implementation, tensor, dtype
         self.ulps: dict[tuple[str, str, str, str], float | str] = {}  # the largest error, likewise and by status
         self.failed: dict[str, set[tuple[str, str]]] = {}  # checks and dtypes, by implementation
+        self.judgements: dict[str, list[Judgement]] = {}  # by implementation
         self.total = 0
         self.spoken = self.drawn = time.monotonic()
         self.bar = Progress(
@@ -91,6 +92,7 @@ class Display(Watcher):
         """Notes a verdict. Shows the first failure of an implementation at once."""
         if not isinstance(record, Judgement):
             return
+        self.judgements.setdefault(record.implementation, []).append(record)
         place = record.implementation, record.tensor or "", record.dtype
         if record.tensor and record.rho is not None and record.status in ("passed", "failed"):
             before = self.judged.get(place)
@@ -158,9 +160,8 @@ class Display(Watcher):
         self.console.print(line.text, style=line.color or None, markup=False)
 
     def _conclude(self, name: str) -> None:
-        failures = [one for one in self.session.failures if one.implementation == name] if self.session else []
-        if failures:
-            for line in one_screen(name, failures):
+        if name in self.failed:
+            for line in one_screen(name, self.judgements[name]):
                 self.console.print(line, style="red", markup=False)
         figures = {(tensor, dtype): one for (of, tensor, dtype), one in self.judged.items() if of == name}
         dtypes = [dtype for dtype in DTYPES if any(dtype == other for _, other in figures)]
@@ -176,7 +177,9 @@ class Display(Watcher):
             self.console.print(table)
             if len({of for of, _, _ in self.judged}) == 1:
                 self.console.print(LEGEND, markup=False)
-            if not failures and len({of for of, _, _ in self.judged}) == 1:  # otherwise the failures name their cases
+            if (
+                name not in self.failed and len({of for of, _, _ in self.judged}) == 1
+            ):  # otherwise the failures name their cases
                 self.console.print("The cases with the largest rho:")
                 for tensor in shown:
                     of_tensor = [one for (of, _), one in figures.items() if of == tensor]

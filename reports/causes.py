@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from flashproof.reports import wording
+from flashproof.reports import common, wording
 from flashproof.reports.evidence import size, worst_rho
 from flashproof.reports.record import Judgement
 
@@ -94,12 +94,15 @@ def without_numbers(words: str) -> str:
     return re.sub(r"\d+(\.\d+)?", "0", words)
 
 
-def one_screen(name: str, failures: Sequence[Judgement]) -> Iterator[str]:
-    """What is wrong with an implementation, in a few lines."""
+def one_screen(name: str, judgements: Sequence[Judgement]) -> Iterator[str]:
+    """What is wrong with an implementation, in a few lines. judgements: all of a run, also those that passed."""
+    failures = [one for one in judgements if one.status == "failed"]
     tensors = wording.listed(dict.fromkeys(one.tensor for one in failures if one.tensor))
     dtypes = wording.listed(dict.fromkeys(one.dtype for one in failures))
     named = f": {tensors}" if tensors else ""
     yield f"{name} is wrong{named} in {dtypes}; {wording.failed_checks(failures, ' failed')}"
+    if where := common.shared(judgements):
+        yield f"  {where}"
     alike = _apart(causes(failures))
     explained = [group for group in alike if _explains(group, failures)]
     # The other failures usually follow from these, if these are in most checks.

@@ -147,12 +147,10 @@ def _verdict(found: Found, log: str) -> Iterator[str]:
 
 def _causes(found: Found) -> Iterator[str]:
     """What is wrong with each implementation, as the command says it at the end of a run."""
-    failed: dict[str, list[Judgement]] = {}
-    for one in found.judgements:
-        if one.status == "failed":
-            failed.setdefault(one.implementation, []).append(one)
-    for name, failures in list(failed.items())[:KERNELS]:
-        yield _block("\n".join(one_screen(name, failures)))
+    failed = dict.fromkeys(one.implementation for one in found.judgements if one.status == "failed")
+    for name in list(failed)[:KERNELS]:
+        judgements = [one for one in found.judgements if one.implementation == name]
+        yield _block("\n".join(one_screen(name, judgements)))
 
 
 def _failures(found: Found) -> Iterator[str]:

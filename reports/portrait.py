@@ -9,7 +9,19 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from flashproof.impls.catalogue import STANDARD
-from flashproof.reports import badges, casefile, causes, charts, claims, front, overview, tables, throughput, wording
+from flashproof.reports import (
+    badges,
+    casefile,
+    causes,
+    charts,
+    claims,
+    common,
+    front,
+    overview,
+    tables,
+    throughput,
+    wording,
+)
 from flashproof.reports.evidence import (
     TENSORS,
     Evidence,
@@ -124,7 +136,8 @@ def _sentence(kernel: Kernel) -> str:
         worst = max(every, key=lambda j: (severity(j), overview.gravity(j)))  # the figure of the overview
         failed = [j.judgement for j in every]
         cause = f": {said}" if (said := causes.headline(failed)) else ""
-        found = f"Fails {wording.failed_checks(failed)}{cause}. The worst: {wording.reason(worst.judgement)}."
+        where = f" {shared}." if (shared := common.shared([j.judgement for j in kernel.judged])) else ""
+        found = f"Fails {wording.failed_checks(failed)}{cause}.{where} The worst: {wording.reason(worst.judgement)}."
         return f"{found} {wording.sentence(narrowed)}." if narrowed else found
     if whole.state == "known defect":
         count = sum(j.judgement.status == "known defect" for j in kernel.judged)
