@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from flashproof.reports import wording
-from flashproof.reports.causes import capped_rho
+from flashproof.reports.causes import capped_rho, is_bias
 from flashproof.reports.evidence import worst_rho
 from flashproof.reports.record import Judgement
 
@@ -37,7 +37,8 @@ def in_short(alike: Sequence[Sequence[Judgement]], most: int = SHOWN) -> Iterato
     """A line for each group of failures, and one for those beyond the first few."""
     for group in alike[:most]:
         first = group[0]
-        said = f"{first.tensor} rho {capped_rho(worst_rho(first))}" if first.rho is not None else first.message
+        figure = wording.bias_line(first) if is_bias(first) else f"rho {capped_rho(worst_rho(first))}"
+        said = f"{first.tensor} {figure}" if first.rho is not None else first.message
         where = len({(one.check, one.dtype) for one in group}) - 1
         also = f", and {wording.plural(where, 'check')} more in the same words" if where else ""
         yield f"failed: {first.check}, {first.dtype}: {said.partition(chr(10))[0]}{also}"

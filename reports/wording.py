@@ -267,8 +267,11 @@ def plural(count: int, noun: str) -> str:
 
 
 def failed_checks(failures: Sequence[Judgement], verb: str = "") -> str:
-    """How many checks failed: "19 checks failed (30, counted once for each dtype)". verb: what follows "checks"."""
+    """How many checks failed: "19 checks failed (30 with dtypes)". verb: what follows "checks".
+
+    The number in brackets counts a check once for each dtype and device, as the last line of a run does.
+    """
     checks = len({one.check for one in failures})
     places = len({(one.check, one.dtype, one.device) for one in failures})
-    each = "each dtype and device" if len({one.device for one in failures}) > 1 else "each dtype"
-    return plural(checks, "check") + verb + (f" ({places:,}, counted once for {each})" if places > checks else "")
+    each = "dtypes and devices" if len({one.device for one in failures}) > 1 else "dtypes"
+    return plural(checks, "check") + verb + (f" ({places:,} with {each})" if places > checks else "")

@@ -63,7 +63,8 @@ def test_calls_agree(subject: Subject) -> None:
             if said is None:
                 verdicts = judging.judge(answer, case, subject.claim(case), subject.tensors)
                 worst = max(verdicts, key=lambda verdict: (not verdict.passed, verdict.worst_rho))
-                said = "" if worst.passed else f"{worst.tensor} with rho {worst.worst_rho:.3g}"
+                lean = ", whose errors lean to one side" if worst.worst_rho <= 1.0 else ""
+                said = "" if worst.passed else f"{worst.tensor} with rho {worst.worst_rho:.3g}{lean}"
                 judged.append((answer, said))
             wrong += [(call, said)] if said else []
         first = f"; the first of them is call {wrong[0][0]}: {wrong[0][1]}" if wrong else ""

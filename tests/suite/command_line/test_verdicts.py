@@ -369,7 +369,7 @@ def test_failures_fit_one_screen() -> None:
         judgement("a/d", 6, "this is the answer without the causal mask"),
     ]
     assert list(causes.one_screen("f", unknown + known)) == [
-        "f is wrong: out in float32 and float16; 5 checks failed (6, counted once for each dtype)",
+        "f is wrong: out in float32 and float16; 5 checks failed (6 with dtypes)",
         f"  {scale.format(0.1001, 0.1)}",
         "    in 3 of 5 checks, float32 and float16; the simplest case:",
         "    again: pytest --impl f --case 'b1 h1 q4 k4 d8 float16'",
@@ -423,6 +423,9 @@ def test_a_bias_is_told_as_a_cause() -> None:
         "    in 2 of 3 checks, bfloat16; the simplest case:",
     ]
     assert causes.headline(biased) == said[1].strip()
+    assert list(failures.in_short([biased])) == [
+        "failed: a/3, float16: out bias -0.50 ± 0.010 ulp; 0.25 is allowed, and 2 checks more in the same words"
+    ]
     larger = [msgspec.structs.replace(one, rho=1.3) for one in biased]  # the rho tells these failures
     assert causes.headline(larger) == ""
     even = msgspec.structs.replace(biased[0], bias=None, rms=1.33)

@@ -178,10 +178,10 @@ def test_the_block_needs_no_figures_at_all() -> None:
     [
         ([("a", "float32", "cpu")], "1 check failed"),
         ([("a", "float32", "cpu"), ("b", "float32", "cpu"), ("a", "float32", "cpu")], "2 checks failed"),
-        ([("a", "float32", "cpu"), ("a", "float16", "cpu")], "1 check failed (2, counted once for each dtype)"),
+        ([("a", "float32", "cpu"), ("a", "float16", "cpu")], "1 check failed (2 with dtypes)"),
         (
             [("a", "float32", "cpu"), ("a", "float32", "cuda")],
-            "1 check failed (2, counted once for each dtype and device)",
+            "1 check failed (2 with dtypes and devices)",
         ),
     ],
 )
