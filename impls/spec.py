@@ -38,7 +38,7 @@ class Supports:
     grouped_heads: bool = False  # fewer heads in key and value than in query, which they divide
     cross_lengths: bool = False  # queries != keys
     strided: bool = False  # inputs and output gradients have any strides (transposed, sliced, expanded)
-    unaligned: bool = False  # tensors start at any address, not only at an address that is aligned for vector loads
+    unaligned: bool = False  # tensors and their rows start at any address, not only where vector loads may
     block_mask: bool = False  # a boolean mask in which False hides a block of 128 queries by 128 keys
     dropout: bool = False  # dropout on the weights, with the Philox mask of `oracles.masks.Dropout`
     lse: bool = False  # `return_lse=True` returns (out, lse)

@@ -20,7 +20,9 @@ struct Mask {
     Global<const int> lists;
     long long batch, head, row;  // strides in elements; 0 if all batch entries or all heads share a list
 
-    DEVICE bool sees(int query, int key) const { return !CAUSAL || key <= query + offset; }
+    // With CAUSAL: the key after the last one that the query sees, and the first query that sees the key.
+    DEVICE int end_of_keys(int query) const { return query + offset + 1; }
+    DEVICE int first_query(int key) const { return key - offset; }
 
     // The tiles of a list. Each block consists of SIDE / STEP tiles along the loop.
     struct Visits {

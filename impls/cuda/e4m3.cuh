@@ -8,6 +8,7 @@
 
 #include "hopper.cuh"
 
+#ifndef TWIN  // twin_hopper.h defines these functions for the twin
 // Rounds four numbers to nearest, ties to even, and packs them into one register, the first one in the lowest byte. A
 // number above 448 becomes 448.
 DEVICE unsigned pack_four(float a, float b, float c, float d) {
@@ -52,6 +53,7 @@ struct ProductE4m3;
     };
 SHAPE_E4M3(64, 3, 32, 33, 34, 35, 36, 37)
 SHAPE_E4M3(128, 7, 64, 65, 66, 67, 68, 69)
+#endif  // for the twin
 
 // Rounds 16 columns of sums to two registers of a left operand, of rows g and g + 8, with the columns in that order.
 DEVICE void pack_columns(unsigned* p, const float* sums) {
@@ -59,6 +61,7 @@ DEVICE void pack_columns(unsigned* p, const float* sums) {
     p[1] = pack_four(sums[2], sums[3], sums[6], sums[7]);
 }
 
+#ifndef TWIN  // twin_hopper.h defines these functions for the twin
 // Loads and stores a number in shared memory.
 DEVICE float load_float(Address from) {
     float x;
@@ -66,3 +69,4 @@ DEVICE float load_float(Address from) {
     return x;
 }
 DEVICE void store_float(Address to, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory"); }
+#endif  // for the twin

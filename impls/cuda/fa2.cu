@@ -13,7 +13,11 @@
 //
 // Each loop has two tiles in shared memory for each operand. While the block computes with one tile, the next one is
 // copied asynchronously (cp.async). P and dS stay in registers: the result of one product has the layout of the left
-// operand of the next product.
+// operand of the next product. Only where two warps share rows of dK and dV, they also pass P and dS to each other
+// through shared memory.
+//
+// A warp has 16 or 32 rows. With 32 rows, a fragment of the right operand serves twice as many products, but the sums
+// leave few registers for the rest (`Parked`).
 //
 // Arithmetic. A weight is 2^((s - m) c) with s = q k, m the largest s so far, and c = |scale| log2 e. The kernel
 // subtracts first and then multiplies, so equal scores weigh exactly 1, however large they are. A fused multiply-add
@@ -34,7 +38,9 @@
 struct Mask {
     int offset;  // with CAUSAL, query i sees key j if j <= i + offset
 
-    DEVICE bool sees(int query, int key) const { return !CAUSAL || key <= query + offset; }
+    // With CAUSAL: the key after the last one that the query sees, and the first query that sees the key.
+    DEVICE int end_of_keys(int query) const { return query + offset + 1; }
+    DEVICE int first_query(int key) const { return key - offset; }
 
     // The tiles that a loop visits: their number `count`, the first row of each, and whether a tile needs a mask. A
     // tile needs a mask if the causal mask hides some of its scores, or if it extends past the end of the tensor.
@@ -69,15 +75,17 @@ struct Mask {
 // The place of a block: its batch entry, its head and its tile of OWN rows. If `last_first`, the last tile comes first.
 // It is set for tiles of queries, because with a causal mask the last queries see the most keys.
 constexpr int OWN = WARPS / SPLIT * ROWS;
+static_assert(OWN % 32 == 0, "the rows after OWN rows of a tile are a tile");
 
 struct Place {
     int first, head, batch;
 
-    DEVICE Place(int rows, int heads, bool last_first) {
-        const int tiles = (rows + OWN - 1) / OWN, tile = block_index() % tiles;
+    Place() = default;
+    DEVICE Place(int block, int rows, int heads, bool last_first) {
+        const int tiles = (rows + OWN - 1) / OWN, tile = block % tiles;
         first = (last_first ? tiles - 1 - tile : tile) * OWN;
-        head = block_index() / tiles % heads;
-        batch = block_index() / tiles / heads;
+        head = block / tiles % heads;
+        batch = block / tiles / heads;
     }
 };
 
@@ -88,6 +96,60 @@ DEVICE int warp_row() { return warp_index() / SPLIT * ROWS; }
 // a time, there is only the body with a mask. The mask costs little then, and two bodies would need too many registers
 // and twice as much time to compile.
 #define ONE_BODY (DROPOUT || !VECTOR)
+
+// What a loop needs only once in a step. It waits in one register of each lane of a warp, because the other registers
+// are full of sums: lane i holds word i.
+struct Parked {
+    // The words where each thing begins: the visits, the heads that the loop copies from, the index of their first row
+    // in the LSE, the number of query heads for a key head, and the block's place.
+    enum { VISITS = 0, FIRST = 4, SECOND = 6, ROW = 8, GROUPS = 10, PLACE = 11 };
+    unsigned word = 0;
+
+    template <class T>
+    DEVICE void put(int first, const T& value) {
+        unsigned words[sizeof(T) / 4];
+        memcpy(words, &value, sizeof(T));
+        UNROLL
+        for (int i = 0; i < static_cast<int>(sizeof(T)) / 4; ++i)
+            if (lane_index_again() == first + i) word = words[i];
+    }
+    template <class T>
+    DEVICE T get(int first) const {
+        union {
+            unsigned words[sizeof(T) / 4];
+            T value;
+        };
+        UNROLL
+        for (int i = 0; i < static_cast<int>(sizeof(T)) / 4; ++i) words[i] = from_lane(word, first + i);
+        return value;
+    }
+    DEVICE Mask::Visits visits() const { return get<Mask::Visits>(VISITS); }
+    DEVICE Place place() const { return get<Place>(PLACE); }
+    // The head that is parked at FIRST or SECOND.
+    DEVICE Head<const Element> head(int first, const View<const Element>& view, int rows, int dim) const {
+        return {get<Global<const Element>>(first), view.row, view.column, rows, dim};
+    }
+};
+static_assert(sizeof(Mask::Visits) == 16 && sizeof(Place) == 12, "each thing has room");
+
+// Whether a score [query, key] is hidden, for the lane's scores of a tile of WIDTH keys.
+template <bool MASKED, int WIDTH>
+struct Hidden {
+    using Scores = Sums<ROWS, WIDTH>;
+    Registers<int, ROWS / 8> end;  // the row sees no key from this one on, counted from the lane's first key
+
+    DEVICE Hidden(const Problem& problem, const Mask& mask, const Parked& parked, int visit) {
+        if (!MASKED) return;
+        const int first_key = parked.visits().first(visit) + Scores::first_column();
+        const int seen = mask.end_of_keys(parked.place().first + warp_row() + Scores::first_row()) - first_key;
+        UNROLL
+        for (int r = 0; r < ROWS / 8; ++r) {
+            end[r] = problem.keys - first_key;
+            if (CAUSAL) end[r] = smaller_of(end[r], seen + 8 * r);
+        }
+    }
+    DEVICE bool operator()(int m, int n, int i) const { return Scores::across(n, i) >= end[Scores::slot(m, i)]; }
+};
 
 // The index of a head's first row in the LSE and in delta [batch, heads, queries].
 DEVICE long long first_row_of(const Problem& problem, int batch, int head) {
@@ -109,8 +171,7 @@ struct Running {
 // Adds a tile of STEP keys to the running output, maximum and sum. MASKED: some keys may be hidden or past the end.
 template <bool MASKED, class Query>
 DEVICE void attend(Running& row, const Query& q, Tile<DIM> k, Tile<DIM> v, const Drawn<ROWS, STEP>& drawn,
-                   const Problem& problem, const Mask& mask, const Place& place, int first_key) {
-    const int first_query = place.first + warp_row();
+                   const Problem& problem, const Mask& mask, const Parked& parked, int visit) {
     Sums<ROWS, STEP> scores;
     scores.clear();
     rows_by_rows(scores, q, k);
@@ -118,14 +179,13 @@ DEVICE void attend(Running& row, const Query& q, Tile<DIM> k, Tile<DIM> v, const
     Registers<float, ROWS / 8> largest;
     UNROLL
     for (int r = 0; r < ROWS / 8; ++r) largest[r] = row.maximum[r];
+    const Hidden<MASKED, STEP> hidden(problem, mask, parked, visit);
     scores.each([&](float& score, int m, int n, int i) {
-        if (MASKED) {
-            const int key = first_key + scores.column(n, i);
-            if (key >= problem.keys || !mask.sees(first_query + scores.row(m, i), key)) score = -INFINITY;
-        }
+        if (MASKED && hidden(m, n, i)) score = -INFINITY;
         largest[scores.slot(m, i)] = maximum_of(largest[scores.slot(m, i)], score);
     });
     Registers<float, ROWS / 8> rescale;
+    bool changed = false;  // whether any maximum changed
     UNROLL
     for (int r = 0; r < ROWS / 8; ++r) {
         const float maximum = quad_maximum(largest[r]);
@@ -133,6 +193,7 @@ DEVICE void attend(Running& row, const Query& q, Tile<DIM> k, Tile<DIM> v, const
         // subtracts 0 in its place: -inf - -inf would be NaN.
         largest[r] = maximum == -INFINITY ? 0.0f : maximum;
         rescale[r] = exp2_of((row.maximum[r] - largest[r]) * problem.exponent_scale);
+        changed |= row.maximum[r] != maximum;
         row.maximum[r] = maximum;
         row.total[r] *= rescale[r];
     }
@@ -142,15 +203,14 @@ DEVICE void attend(Running& row, const Query& q, Tile<DIM> k, Tile<DIM> v, const
         row.total[r] += score;
         if (DROPOUT && drawn.drops(m, n, i)) score = 0.0f;
     });
-    row.out.each([&](float& sum, int m, int, int i) { sum *= rescale[row.out.slot(m, i)]; });
+    if (changed) row.out.each([&](float& sum, int m, int, int i) { sum *= rescale[row.out.slot(m, i)]; });
     rows_by_columns(row.out, Weights<ROWS, STEP>(scores), v);
 }
 
 // Computes the output and the LSE of one tile of OWN queries of one head. lse [batch, heads, queries] is contiguous.
 KERNEL(forward)(View<const Element> query, View<const Element> key, View<const Element> value, View<Element> out,
                 Global<float> lse, Problem problem, Mask mask) {
-    const Place place(problem.queries, problem.heads, true);
-    const auto queries = head_of(query, place.batch, place.head, problem.queries, problem.dim);
+    const Place place(block_index(), problem.queries, problem.heads, true);
     const auto keys = head_of(key, place.batch, place.head / problem.groups(), problem.keys, problem.dim);
     const auto values = head_of(value, place.batch, place.head / problem.groups(), problem.keys, problem.dim);
     Arena arena;
@@ -165,49 +225,61 @@ KERNEL(forward)(View<const Element> query, View<const Element> key, View<const E
         row.maximum[r] = -INFINITY;
         row.total[r] = 0.0f;
     }
-    copy_tile<OWN>(q, queries, place.first);
-    const auto fetch = [&](int first_key, int to) {
+    copy_tile<OWN>(q, head_of(query, place.batch, place.head, problem.queries, problem.dim), place.first);
+    const auto fetch = [&](const Head<const Element>& keys, const Head<const Element>& values, int first_key, int to) {
         copy_tile<STEP>(k[to], keys, first_key);
         copy_tile<STEP>(v[to], values, first_key);
     };
-    int next_key = 0;
-    if (visits.count > 0) fetch(next_key = visits.first(0), 0);
+    bool more = visits.count > 0;
+    if (more) fetch(keys, values, visits.first(0), 0);
+    Parked parked;
+    parked.put(Parked::VISITS, visits);
+    parked.put(Parked::FIRST, keys.data);
+    parked.put(Parked::SECOND, values.data);
+    parked.put(Parked::PLACE, place);
     Operand<ROWS, HOLD> held(q, warp_row());
-    for (int visit = 0; visit < visits.count; ++visit) {
-        const int now = visit % 2, first_key = next_key;
+    for (int visit = 0; more; ++visit) {
+        const int now = visit % 2;
         copies_wait();
         barrier();  // all threads see this tile now, and no warp reads the previous one any more
         if (visit == 0) {
             times_sign<OWN>(q, problem.scale);
             held.hold();
         }
-        if (visit + 1 < visits.count) fetch(next_key = visits.first(visit + 1), 1 - now);
+        more = visit + 1 < parked.visits().count;
+        if (more)
+            fetch(parked.head(Parked::FIRST, key, problem.keys, problem.dim),
+                  parked.head(Parked::SECOND, value, problem.keys, problem.dim), parked.visits().first(visit + 1),
+                  1 - now);
         Drawn<ROWS, STEP> drawn;
         if (DROPOUT) {
+            const Place place = parked.place();
+            const int first_key = parked.visits().first(visit);
             drawn.draw([&](int row, int column) {
                 return kept(problem.seed, problem.last_dropped, place.batch, place.head, place.first + warp_row() + row,
                             first_key + column);
             });
         }
-        if (ONE_BODY || visits.masked(visit))
-            attend<true>(row, held, k[now], v[now], drawn, problem, mask, place, first_key);
+        if (ONE_BODY || parked.visits().masked(visit))
+            attend<true>(row, held, k[now], v[now], drawn, problem, mask, parked, visit);
         else
-            attend<false>(row, held, k[now], v[now], drawn, problem, mask, place, first_key);
+            attend<false>(row, held, k[now], v[now], drawn, problem, mask, parked, visit);
     }
 
     // A row that sees no key has maximum -inf and total 0. The formulas below then give LSE -inf and output 0.
-    const Global<float> row_lse = lse + first_row_of(problem, place.batch, place.head);
+    const Place again(block_index_again(), problem.queries, problem.heads, true);
+    const Global<float> row_lse = lse + first_row_of(problem, again.batch, again.head);
     Registers<float, ROWS / 8> factors;
     UNROLL
     for (int r = 0; r < ROWS / 8; ++r) {
         const float total = quad_sum(row.total[r]);
-        const int at = place.first + warp_row() + row.out.row(r / 2, 2 * (r % 2));
+        const int at = again.first + warp_index_again() / SPLIT * ROWS + row.out.first_row() + 8 * r;
         if (lane_index() % 4 == 0 && at < problem.queries)
             row_lse[at] = multiply_add(row.maximum[r], problem.magnitude, log_of(total));
         factors[r] = problem.kept_scale / (total == 0.0f ? 1.0f : total);
     }
-    store_rows(head_of(out, place.batch, place.head, problem.queries, problem.dim), row.out, factors,
-               place.first + warp_row());
+    store_rows(head_of(out, again.batch, again.head, problem.queries, problem.dim), row.out, factors,
+               again.first + warp_index_again() / SPLIT * ROWS);
 }
 EXPORT(forward)
 
@@ -262,46 +334,77 @@ DEVICE float weight_of(float score, float lse, float scale) {
 
 #ifdef DKEY_DVALUE
 
-constexpr int PART = DIM / SPLIT;  // columns of dK and dV that a warp sums
+// SPLIT warps own the same ROWS keys. Each sums PART columns of dK and dV over all queries of a tile. With tensor
+// cores, each computes the weights of SHARE of these queries, and leaves them in shared memory for the others
+// (EXCHANGE). With float32 inputs or short steps, each computes the weights of all queries.
+constexpr bool EXCHANGE = TENSOR_CORES && SPLIT > 1 && STEP % (16 * SPLIT) == 0;
+constexpr int PART = DIM / SPLIT, SHARE = EXCHANGE ? STEP / SPLIT : STEP;
 
 // Adds the share of a tile of STEP queries to dK / scale and to dV / kept_scale. Scores are transposed here, [keys,
-// queries], so that P^T and dS^T are left operands. MASKED: some queries may be before the diagonal or past the end.
-// Keys past the end need no mask: each has a row of its own, which is finite and never stored.
+// queries], so that P^T and dS^T are left operands. `shared` has room for both operands of each warp. MASKED: some
+// queries may be before the diagonal or past the end. Keys past the end need no mask: each has a row of its own, which
+// is finite and never stored.
+//
+// The values lie OWN rows below the keys `k`. A hidden weight is -0. No other weight is, so it also tells that the
+// score is hidden.
 template <bool MASKED>
-DEVICE void add_gradients(Sums<ROWS, PART>& dk, Sums<ROWS, PART>& dv, Tile<DIM> k, Tile<DIM> v, Tile<DIM> q,
-                          Tile<DIM> d, const float* lse, const float* delta, const Drawn<ROWS, STEP>& drawn,
-                          const Problem& problem, const Mask& mask, const Place& place, int first_query) {
-    const int first_key = place.first + warp_row(), first_column = warp_index() % SPLIT * PART;
-    const auto hidden = [&](int m, int n, int i) {
-        const int query = first_query + Sums<ROWS, STEP>::column(n, i);
-        return query >= problem.queries || !mask.sees(query, first_key + Sums<ROWS, STEP>::row(m, i));
-    };
-    Sums<ROWS, STEP> p;  // first the scores, then the weights
+DEVICE void add_gradients(Sums<ROWS, PART>& dk, Sums<ROWS, PART>& dv, Tile<DIM> k, Tile<DIM> q, Tile<DIM> d,
+                          const float* lse, const float* delta, char* shared, const Drawn<ROWS, SHARE>& drawn,
+                          const Problem& problem, const Mask& mask, const Parked& parked, int visit) {
+    using Scores = Sums<ROWS, SHARE>;
+    const int warp = warp_index_again(), member = warp % SPLIT, first_column = member * PART;
+    const int mine = EXCHANGE ? member * SHARE : 0;  // the first of the tile's queries that the warp computes
+
+    Scores p;  // first the scores, then the weights
     p.clear();
-    rows_by_rows(p, Operand<ROWS, false>(k, warp_row()), q);
-    p.each([&](float& score, int m, int n, int i) {
-        score = weight_of(score, read(lse + p.column(n, i)), problem.scale);
-        if (MASKED && hidden(m, n, i)) score = 0.0f;
-    });
-    if (DROPOUT) {
-        Sums<ROWS, STEP> remaining = p;
-        remaining.each([&](float& weight, int m, int n, int i) {
-            if (drawn.drops(m, n, i)) weight = 0.0f;
-        });
-        rows_by_columns(dv, Weights<ROWS, STEP>(remaining), d, first_column);
-    } else {
-        rows_by_columns(dv, Weights<ROWS, STEP>(p), d, first_column);
+    rows_by_rows(p, Operand<ROWS, false>(k, warp_row()), q.from(mine));
+    const float* const lane_lse = lse + mine + Scores::first_column();
+    // Counted from the lane's first query: the end of the queries, and the first one that sees the lane's first key.
+    int end = 0, start = 0;
+    if (MASKED) {
+        const int lane_query = parked.visits().first(visit) + mine + Scores::first_column();
+        end = problem.queries - lane_query;
+        start = mask.first_query(parked.place().first + warp / SPLIT * ROWS + Scores::first_row()) - lane_query;
     }
-    Sums<ROWS, STEP> ds;  // first dP, then dS
+    p.each([&](float& score, int m, int n, int i) {
+        const int query = p.across(n, i);
+        score = weight_of(score, read(lane_lse + query), problem.scale);
+        if (MASKED && (query >= end || (CAUSAL && query - 8 * p.slot(m, i) < start))) score = -0.0f;
+    });
+    Scores ds;  // first dP, then dS
     ds.clear();
-    rows_by_rows(ds, Operand<ROWS, false>(v, warp_row()), d);
+    rows_by_rows(ds, Operand<ROWS, false>(k, warp_row(), OWN), d.from(mine));
+    const float* const lane_delta = delta + mine + Scores::first_column();
     ds.each([&](float& dp, int m, int n, int i) {
         const float weight = p.at[m][n][i];
         if (DROPOUT) dp = drawn.drops(m, n, i) ? 0.0f : dp * problem.kept_scale;
-        dp = magnitude_of(weight) * (dp - read(delta + p.column(n, i)));
-        if (MASKED && hidden(m, n, i)) dp = 0.0f;  // a hidden value may make dP infinite, and 0 inf is not 0
+        dp = weight * (dp - read(lane_delta + p.across(n, i)));
+        // A hidden value may make dP infinite, and 0 inf is not 0.
+        if (MASKED && is_negative_zero(weight)) dp = 0.0f;
     });
-    rows_by_columns(dk, Weights<ROWS, STEP>(ds), q, first_column);
+    if (DROPOUT) {
+        p.each([&](float& weight, int m, int n, int i) {
+            if (drawn.drops(m, n, i)) weight = 0.0f;
+        });
+    }
+    using Operands = Left<ROWS, SHARE>;
+    const auto left_p = [&](int of) { return Operands{shared + 2 * of * Operands::BYTES}; };
+    const auto left_ds = [&](int of) { return Operands{shared + (2 * of + 1) * Operands::BYTES}; };
+    const Weights<ROWS, SHARE> my_p(p);
+    if constexpr (EXCHANGE) left_p(warp).put(my_p);
+    rows_by_columns(dv, my_p, d.from(mine), first_column);
+    const Weights<ROWS, SHARE> my_ds(ds);
+    if constexpr (EXCHANGE) left_ds(warp).put(my_ds);
+    rows_by_columns(dk, my_ds, q.from(mine), first_column);
+    if constexpr (EXCHANGE) {
+        barrier();  // all threads see the weights of the other warps now
+        UNROLL
+        for (int next = 1; next < SPLIT; ++next) {
+            const int other = (member + next) % SPLIT, theirs = warp - member + other;
+            rows_by_columns(dv, left_p(theirs), d.from(other * SHARE), first_column);
+            rows_by_columns(dk, left_ds(theirs), q.from(other * SHARE), first_column);
+        }
+    }
 }
 
 // Computes dK and dV of one tile of OWN keys of one key head. The sums run over the queries of all query heads that
@@ -309,56 +412,77 @@ DEVICE void add_gradients(Sums<ROWS, PART>& dk, Sums<ROWS, PART>& dv, Tile<DIM> 
 KERNEL(dkey_dvalue)(View<const Element> query, View<const Element> key, View<const Element> value,
                     View<const Element> dout, Global<const float> lse, Global<const float> delta, View<Element> dkey,
                     View<Element> dvalue, Problem problem, Mask mask) {
-    const Place place(problem.keys, problem.kv_heads, false);
     Arena arena;
-    const Tile<DIM> k = arena.tile<DIM>(OWN), v = arena.tile<DIM>(OWN);
+    const Tile<DIM> k = arena.tile<DIM>(2 * OWN), v = k.from(OWN);
     const Pair<STEP> q = arena.pair(), d = arena.pair();
     // The LSE and delta of two tiles of queries.
     float *const row_lse = arena.numbers(2 * STEP), *const row_delta = arena.numbers(2 * STEP);
+    char* const shared = arena.next;
 
+    next_may_start();  // the kernel of dQ reads nothing that this kernel writes
+    const Place place(block_index(), problem.keys, problem.kv_heads, false);
+    Parked parked;
+    parked.put(Parked::PLACE, place);
+    parked.put(Parked::GROUPS, problem.groups());
     Sums<ROWS, PART> dk, dv;
     dk.clear();
     dv.clear();
     copy_tile<OWN>(k, head_of(key, place.batch, place.head, problem.keys, problem.dim), place.first);
     copy_tile<OWN>(v, head_of(value, place.batch, place.head, problem.keys, problem.dim), place.first);
-    for (int head = place.head * problem.groups(); head < (place.head + 1) * problem.groups(); ++head) {
+    for (int number = 0; number < parked.get<int>(Parked::GROUPS); ++number) {
+        const Place place = parked.place();
+        const int head = place.head * parked.get<int>(Parked::GROUPS) + number;
         const auto queries = head_of(query, place.batch, head, problem.queries, problem.dim);
         const auto douts = head_of(dout, place.batch, head, problem.queries, problem.dim);
         const long long first_row = first_row_of(problem, place.batch, head);
         const auto visits = mask.queries_of(place.batch, head, place.first, OWN, problem.queries);
-        const auto fetch = [&](int first_query, int to) {
+        const auto fetch = [&](const Head<const Element>& queries, const Head<const Element>& douts,
+                               long long first_row, int first_query, int to) {
             copy_tile<STEP>(q[to], queries, first_query);
             copy_tile<STEP>(d[to], douts, first_query);
             copy_numbers<STEP>(row_lse + to * STEP, lse + first_row, first_query, problem.queries);
             copy_numbers<STEP>(row_delta + to * STEP, delta + first_row, first_query, problem.queries);
         };
         barrier();  // no warp reads the tiles of the previous head any more
-        int next_query = 0;
-        if (visits.count > 0) fetch(next_query = visits.first(0), 0);
-        for (int visit = 0; visit < visits.count; ++visit) {
-            const int now = visit % 2, first_query = next_query;
+        bool more = visits.count > 0;
+        if (more) fetch(queries, douts, first_row, visits.first(0), 0);
+        parked.put(Parked::VISITS, visits);
+        parked.put(Parked::FIRST, queries.data);
+        parked.put(Parked::SECOND, douts.data);
+        parked.put(Parked::ROW, first_row);
+        for (int visit = 0; more; ++visit) {
+            const int now = visit % 2;
             copies_wait();
             barrier();  // all threads see this tile now, and no warp reads the previous one any more
-            if (visit + 1 < visits.count) fetch(next_query = visits.first(visit + 1), 1 - now);
-            Drawn<ROWS, STEP> drawn;
+            more = visit + 1 < parked.visits().count;
+            if (more)
+                fetch(parked.head(Parked::FIRST, query, problem.queries, problem.dim),
+                      parked.head(Parked::SECOND, dout, problem.queries, problem.dim),
+                      parked.get<long long>(Parked::ROW), parked.visits().first(visit + 1), 1 - now);
+            Drawn<ROWS, SHARE> drawn;
             if (DROPOUT) {
+                const Place place = parked.place();
+                const int head = place.head * parked.get<int>(Parked::GROUPS) + number;
+                const int first = parked.visits().first(visit) + (EXCHANGE ? warp_index() % SPLIT * SHARE : 0);
                 drawn.draw([&](int row, int column) {
-                    return kept(problem.seed, problem.last_dropped, place.batch, head, first_query + column,
+                    return kept(problem.seed, problem.last_dropped, place.batch, head, first + column,
                                 place.first + warp_row() + row);
                 });
             }
-            if (ONE_BODY || visits.masked(visit))
-                add_gradients<true>(dk, dv, k, v, q[now], d[now], row_lse + now * STEP, row_delta + now * STEP, drawn,
-                                    problem, mask, place, first_query);
+            if (ONE_BODY || parked.visits().masked(visit))
+                add_gradients<true>(dk, dv, k, q[now], d[now], row_lse + now * STEP, row_delta + now * STEP, shared,
+                                    drawn, problem, mask, parked, visit);
             else
-                add_gradients<false>(dk, dv, k, v, q[now], d[now], row_lse + now * STEP, row_delta + now * STEP, drawn,
-                                     problem, mask, place, first_query);
+                add_gradients<false>(dk, dv, k, q[now], d[now], row_lse + now * STEP, row_delta + now * STEP, shared,
+                                     drawn, problem, mask, parked, visit);
         }
     }
-    const int first_key = place.first + warp_row(), first_column = warp_index() % SPLIT * PART;
-    store_rows(head_of(dkey, place.batch, place.head, problem.keys, problem.dim), dk, all<ROWS / 8>(problem.scale),
+    const Place again = parked.place();
+    const int warp = warp_index_again(), first_key = again.first + warp / SPLIT * ROWS,
+              first_column = warp % SPLIT * PART;
+    store_rows(head_of(dkey, again.batch, again.head, problem.keys, problem.dim), dk, all<ROWS / 8>(problem.scale),
                first_key, first_column);
-    store_rows(head_of(dvalue, place.batch, place.head, problem.keys, problem.dim), dv,
+    store_rows(head_of(dvalue, again.batch, again.head, problem.keys, problem.dim), dv,
                all<ROWS / 8>(problem.kept_scale), first_key, first_column);
 }
 EXPORT(dkey_dvalue)
@@ -374,8 +498,7 @@ template <bool MASKED>
 DEVICE void add_gradients(Sums<ROWS, DIM>& dq, const Operand<ROWS, false>& q, const Operand<ROWS, false>& d,
                           Tile<DIM> k, Tile<DIM> v, const Registers<float, ROWS / 8>& lse,
                           const Registers<float, ROWS / 8>& delta, const Drawn<ROWS, STEP>& drawn,
-                          const Problem& problem, const Mask& mask, const Place& place, int first_key) {
-    const int first_query = place.first + warp_row();
+                          const Problem& problem, const Mask& mask, const Parked& parked, int visit) {
     Sums<ROWS, STEP> p;  // first the scores, then the weights
     p.clear();
     rows_by_rows(p, q, k);
@@ -383,11 +506,11 @@ DEVICE void add_gradients(Sums<ROWS, DIM>& dq, const Operand<ROWS, false>& q, co
     Sums<ROWS, STEP> ds;  // first dP, then dS
     ds.clear();
     rows_by_rows(ds, d, v);
+    const Hidden<MASKED, STEP> hidden(problem, mask, parked, visit);
     ds.each([&](float& dp, int m, int n, int i) {
-        const int query = first_query + p.row(m, i), key = first_key + p.column(n, i);
         if (DROPOUT) dp = drawn.drops(m, n, i) ? 0.0f : dp * problem.kept_scale;
         dp = p.at[m][n][i] * (dp - delta[p.slot(m, i)]);
-        if (MASKED && (key >= problem.keys || !mask.sees(query, key))) dp = 0.0f;
+        if (MASKED && hidden(m, n, i)) dp = 0.0f;
     });
     rows_by_columns(dq, Weights<ROWS, STEP>(ds), k);
 }
@@ -395,11 +518,11 @@ DEVICE void add_gradients(Sums<ROWS, DIM>& dq, const Operand<ROWS, false>& q, co
 // Computes dQ of one tile of OWN queries of one head. The loop visits the same tiles of keys as in the forward.
 KERNEL(dquery)(View<const Element> query, View<const Element> key, View<const Element> value, View<const Element> dout,
                Global<const float> lse, Global<const float> delta, View<Element> dquery, Problem problem, Mask mask) {
-    const Place place(problem.queries, problem.heads, true);
+    const Place place(block_index(), problem.queries, problem.heads, true);
     const auto keys = head_of(key, place.batch, place.head / problem.groups(), problem.keys, problem.dim);
     const auto values = head_of(value, place.batch, place.head / problem.groups(), problem.keys, problem.dim);
     Arena arena;
-    const Tile<DIM> q = arena.tile<DIM>(OWN), d = arena.tile<DIM>(OWN);
+    const Tile<DIM> q = arena.tile<DIM>(2 * OWN), d = q.from(OWN);
     const Pair<STEP> k = arena.pair(), v = arena.pair();
     const auto visits = mask.keys_of(place.batch, place.head, place.first, OWN, problem.keys);
 
@@ -407,12 +530,17 @@ KERNEL(dquery)(View<const Element> query, View<const Element> key, View<const El
     dq.clear();
     copy_tile<OWN>(q, head_of(query, place.batch, place.head, problem.queries, problem.dim), place.first);
     copy_tile<OWN>(d, head_of(dout, place.batch, place.head, problem.queries, problem.dim), place.first);
-    const auto fetch = [&](int first_key, int to) {
+    const auto fetch = [&](const Head<const Element>& keys, const Head<const Element>& values, int first_key, int to) {
         copy_tile<STEP>(k[to], keys, first_key);
         copy_tile<STEP>(v[to], values, first_key);
     };
-    int next_key = 0;
-    if (visits.count > 0) fetch(next_key = visits.first(0), 0);
+    bool more = visits.count > 0;
+    if (more) fetch(keys, values, visits.first(0), 0);
+    Parked parked;
+    parked.put(Parked::VISITS, visits);
+    parked.put(Parked::FIRST, keys.data);
+    parked.put(Parked::SECOND, values.data);
+    parked.put(Parked::PLACE, place);
     const long long first_row = first_row_of(problem, place.batch, place.head);
     Registers<float, ROWS / 8> row_lse, row_delta;
     UNROLL
@@ -421,28 +549,36 @@ KERNEL(dquery)(View<const Element> query, View<const Element> key, View<const El
         row_lse[r] = row < problem.queries ? lse[first_row + row] : INFINITY;
         row_delta[r] = row < problem.queries ? delta[first_row + row] : 0.0f;
     }
-    for (int visit = 0; visit < visits.count; ++visit) {
-        const int now = visit % 2, first_key = next_key;
+    for (int visit = 0; more; ++visit) {
+        const int now = visit % 2;
         copies_wait();
         barrier();  // all threads see this tile now, and no warp reads the previous one any more
-        if (visit + 1 < visits.count) fetch(next_key = visits.first(visit + 1), 1 - now);
-        const Operand<ROWS, false> queries(q, warp_row()), douts(d, warp_row());
+        more = visit + 1 < parked.visits().count;
+        if (more)
+            fetch(parked.head(Parked::FIRST, key, problem.keys, problem.dim),
+                  parked.head(Parked::SECOND, value, problem.keys, problem.dim), parked.visits().first(visit + 1),
+                  1 - now);
+        const Operand<ROWS, false> queries(q, warp_row()), douts(q, warp_row(), OWN);
         Drawn<ROWS, STEP> drawn;
         if (DROPOUT) {
+            const Place place = parked.place();
+            const int first_key = parked.visits().first(visit);
             drawn.draw([&](int row, int column) {
                 return kept(problem.seed, problem.last_dropped, place.batch, place.head, place.first + warp_row() + row,
                             first_key + column);
             });
         }
-        if (ONE_BODY || visits.masked(visit))
-            add_gradients<true>(dq, queries, douts, k[now], v[now], row_lse, row_delta, drawn, problem, mask, place,
-                                first_key);
+        if (ONE_BODY || parked.visits().masked(visit))
+            add_gradients<true>(dq, queries, douts, k[now], v[now], row_lse, row_delta, drawn, problem, mask, parked,
+                                visit);
         else
-            add_gradients<false>(dq, queries, douts, k[now], v[now], row_lse, row_delta, drawn, problem, mask, place,
-                                 first_key);
+            add_gradients<false>(dq, queries, douts, k[now], v[now], row_lse, row_delta, drawn, problem, mask, parked,
+                                 visit);
     }
-    store_rows(head_of(dquery, place.batch, place.head, problem.queries, problem.dim), dq, all<ROWS / 8>(problem.scale),
-               place.first + warp_row());
+    previous_has_ended();  // so the end of this kernel is also the end of the kernel before it
+    const Place again(block_index_again(), problem.queries, problem.heads, true);
+    store_rows(head_of(dquery, again.batch, again.head, problem.queries, problem.dim), dq, all<ROWS / 8>(problem.scale),
+               again.first + warp_index_again() / SPLIT * ROWS);
 }
 EXPORT(dquery)
 

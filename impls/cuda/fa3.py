@@ -246,7 +246,8 @@ class Boxes:
         """The same for the twin: `Description` of twin_hopper.h."""
         strides = [self.tensor.itemsize * stride for stride in self.tensor.stride()]
         sizes = reversed(self.tensor.shape)
-        described = struct.pack("=Q3q5i", self.tensor.data_ptr(), *reversed(strides[:3]), *sizes, self.rows)
+        box = (self.rows, self.tensor.itemsize)
+        described = struct.pack("=Q3q6i", self.tensor.data_ptr(), *reversed(strides[:3]), *sizes, *box)
         return TensorMap.from_buffer_copy(described.ljust(128, b"\0"))
 
 

@@ -151,6 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) quantise(const __grid_c
         }
     }
 }
+EXPORT(quantise)  // for the twin
 
 #endif
 

@@ -3,8 +3,7 @@
 The kernels are in `fa3_fp8.cu`, the products of e4m3 numbers in `e4m3.cuh`. The custom operator of torch
 `flashproof::cuda_fa3_fp8` launches them. torch.compile supports such operators.
 
-The CPU twin does not know products of e4m3 numbers yet. So these kernels run only on a Hopper GPU. On other machines
-only their compilation is checked.
+The kernels run on Hopper GPUs, and on the CPU twin (`twin_hopper.h`) if they get tensors of the CPU.
 """
 
 import ctypes
@@ -21,7 +20,6 @@ from flashproof.impls.cuda.launching import Launch, call_of, check_scale, padded
 from flashproof.impls.spec import OWN_KERNELS, SIXTEEN_BIT, Arithmetic, Device, Dtype, Implementation
 
 TARGETS = fa3.TARGETS
-TWIN = "CPU twin: it does not know the e4m3 products of cuda.fa3_fp8 yet"
 LARGEST_DIM = 128  # the sums of larger heads do not fit in registers
 BLOCK = 128  # rows that share a scale, and keys of a tile
 
@@ -76,11 +74,6 @@ def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
         weights="e4m3",
         key_tile=BLOCK,
     )
-
-
-def missing(device: Device) -> str | None:
-    """The reason why the kernels cannot run on a device, or None if they can."""
-    return TWIN if device == "cpu" else fa3.missing(device)
 
 
 # ------------------------------------------------------------------------------------------------------------- launches
@@ -163,6 +156,7 @@ def forward_launch(
     work = call.batch * call.heads * tiles
     # The number of heads whose keys and values fit in the cache together.
     kept = max(1, fa3.L2_BYTES // (2 * call.keys * query.numbers.shape[3])) * call.groups
+    processors = fa3.TWIN_BLOCKS if launching.on_twin(out) else fa3.processors(out.device)
     sign = sign_of(call)
     # With a scale of 0 every score is 0. With magnitude 1, -inf times the magnitude is -inf.
     magnitude = abs(call.scale) if sign else 1.0
@@ -171,7 +165,7 @@ def forward_launch(
         *(tiles, min(kept, call.batch * call.heads), magnitude, magnitude * math.log2(math.e)),
     )
     launch = HopperLaunch(
-        *("fa3_fp8.cu", "forward", min(fa3.processors(out.device), work), tile.warps, tile.shared_bytes),
+        *("fa3_fp8.cu", "forward", min(processors, work), tile.warps, tile.shared_bytes),
         constants={"BF16": int(out.dtype == torch.bfloat16), "CAUSAL": int(call.is_causal), "SIGN": sign}
         | tile.constants,
         tensors=(*(x for each in (query, key, value) for x in (each.numbers, each.scales)), out, lse, counter),
@@ -239,6 +233,8 @@ def attention(query: Queries, key: Keys, value: Keys, call: Call) -> tuple[Queri
     return out, lse
 
 
+# The kernels also run on the CPU twin, where tests judge a few cases. The claim leaves the CPU out, because all checks
+# take twenty seconds of a processor there. With devices=("cpu", "cuda") and slow=launching.slow, a run makes them.
 implementation = Implementation(
     name="cuda.fa3_fp8",
     attention=attention,
@@ -246,7 +242,7 @@ implementation = Implementation(
         OWN_KERNELS, dtypes=SIXTEEN_BIT, devices=("cuda",), dims=(1, LARGEST_DIM), dropout=False, backward=False
     ),
     arithmetic=arithmetic,
-    missing=missing,
+    missing=fa3.missing,
     summary=(
         "FlashAttention-3 in FP8 in CUDA C++ for Hopper, forward only: e4m3 products with a scale for each block of "
         "128 rows, tiles summed afresh and added in float32."

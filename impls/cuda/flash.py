@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashproof.impls.call import Call, Keys, Queries, Rows
 from flashproof.impls.cuda import launching
-from flashproof.impls.cuda.launching import ELEMENTS, Launch, Problem, Tile, View, padded_dim, vectors
+from flashproof.impls.cuda.launching import ELEMENTS, Chip, Launch, Problem, Tile, View, padded_dim, vectors
 from flashproof.impls.spec import Arithmetic, Device, Dtype, arithmetic_of_flash
 
 # ---------------------------------------------------------------------------------------------------------------- tiles
@@ -36,6 +36,13 @@ TILES = {
     (32, 128): Tiles(forward=Tile(4, 32, 16), dkey_dvalue=Tile(4, 16, 16), dquery=Tile(4, 32, 16)),
     (32, 256): Tiles(forward=Tile(4, 16, 16), dkey_dvalue=Tile(4, 16, 16, split=2), dquery=Tile(2, 16, 16)),
 }
+# The tiles on sm_90, for calls without dropout whose rows are vectors. A warp has 32 rows, so that a fragment of the
+# right operand serves more products. Other chips would have to keep a few registers of these kernels in memory.
+# docs/fa2.md has the measurements.
+SM_90_TILES = {
+    (16, 64): Tiles(forward=Tile(4, 32, 128), dkey_dvalue=Tile(4, 32, 32), dquery=Tile(4, 32, 64)),
+    (16, 128): Tiles(forward=Tile(4, 32, 64), dkey_dvalue=Tile(4, 32, 64, split=2, blocks=2), dquery=Tile(4, 32, 32)),
+}
 # The tiles with dropout. Where the dropout bits do not fit in the registers beside the scores of a whole step, the step
 # is half as long.
 DROPOUT_TILES = TILES | {
@@ -48,17 +55,19 @@ STRIDED_TILES = {(32, 128): {"dquery": Tile(4, 16, 16)}}
 # The tiles on the twin, by the padded head dim. The kernels of a file are compiled together there, so they share one
 # tile. Together these tiles cover the properties of the GPU's tiles: 16 or 32 rows for a warp, more rows than columns
 # and fewer, operands that are held in registers and operands that are read again, rows that are split between warps.
-TWIN_TILES = {64: Tile(4, 16, 32, hold=True), 128: Tile(2, 32, 64), 256: Tile(4, 16, 16, split=2)}
+TWIN_TILES = {64: Tile(4, 16, 32, hold=True), 128: Tile(4, 32, 64, split=2), 256: Tile(4, 16, 16, split=2)}
 
 
-def tiles(dtype: torch.dtype, dim: int, dropout: bool, strided: bool, twin: bool) -> Tiles:
-    """The tiles for a dtype, head dim and call.
+def tiles(dtype: torch.dtype, dim: int, dropout: bool, strided: bool, chip: Chip) -> Tiles:
+    """The tiles for a dtype, head dim, call and chip.
 
     They do not depend on the batch or on the lengths. So a slice of a batch gives the same bits as the whole batch.
     """
-    if twin:
+    if chip is None:
         return Tiles(*(TWIN_TILES[padded_dim(dim)],) * 3)
     size = (8 * dtype.itemsize, padded_dim(dim))
+    if chip == (9, 0) and size in SM_90_TILES and not dropout and not strided:
+        return SM_90_TILES[size]
     chosen = (DROPOUT_TILES if dropout else TILES)[size]
     return replace(chosen, **STRIDED_TILES.get(size, {})) if strided else chosen
 
@@ -66,12 +75,14 @@ def tiles(dtype: torch.dtype, dim: int, dropout: bool, strided: bool, twin: bool
 def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
     """The claimed arithmetic: exact products, sums in float32, and weights cast to the input dtype.
 
-    Tiles differ between head dims. The smallest tiles make the most steps, so they are the ones claimed.
+    Tiles differ between head dims and chips. The smallest tiles make the most steps, so they are the ones claimed.
     """
+    chips: tuple[Chip, ...] = (None,) if device == "cpu" else ((8, 0), (9, 0))
     chosen = [
-        tiles(getattr(torch, dtype), dim, dropout, False, device == "cpu")
+        tiles(getattr(torch, dtype), dim, dropout, False, chip)
         for dim in (64, 128, 256)
         for dropout in (False, True)
+        for chip in chips
     ]
     return replace(
         arithmetic_of_flash(dtype, device),
@@ -159,6 +170,9 @@ def dkey_dvalue_launch(
     tile = _tiles_of(call, query, key, value, dout).dkey_dvalue
     blocks = -(-call.keys // tile.own) * call.kv_heads * call.batch
     others = (lse, delta, dkey, dvalue)
+    # The LSE and delta of two tiles of queries, and the weights that warps exchange (`EXCHANGE` of fa2.cu).
+    exchange = query.itemsize == 2 and tile.split > 1 and tile.step % (16 * tile.split) == 0
+    numbers = 4 * tile.step + (tile.warps * tile.rows * tile.step // tile.split if exchange else 0)
     return _launch(
         "dkey_dvalue",
         call,
@@ -168,7 +182,7 @@ def dkey_dvalue_launch(
         2 * tile.own + 4 * tile.step,
         (query, key, value, dout),
         others,
-        4 * tile.step,
+        numbers,
     )
 
 
@@ -183,7 +197,10 @@ def dquery_launch(
     delta: Rows,
     dquery: Queries,
 ) -> Launch:
-    """The kernel `dquery`: one block for each tile of queries of each head. It fills dquery."""
+    """The kernel `dquery`: one block for each tile of queries of each head. It fills dquery.
+
+    Its blocks may run beside the last blocks of `dkey_dvalue`.
+    """
     tile = _tiles_of(call, query, key, value, dout).dquery
     blocks = -(-call.queries // tile.own) * call.heads * call.batch
     return _launch(
@@ -195,11 +212,12 @@ def dquery_launch(
         2 * tile.own + 4 * tile.step,
         (query, key, value, dout),
         (lse, delta, dquery),
+        early=True,
     )
 
 
 def _tiles_of(call: Call, *inputs: Tensor) -> Tiles:
-    return tiles(inputs[0].dtype, call.dim, call.dropout_p > 0.0, not vectors(*inputs), launching.on_twin(inputs[0]))
+    return tiles(inputs[0].dtype, call.dim, call.dropout_p > 0.0, not vectors(*inputs), launching.chip_of(inputs[0]))
 
 
 def _launch(
@@ -212,6 +230,7 @@ def _launch(
     inputs: tuple[Tensor, ...],
     others: tuple[Tensor, ...],
     numbers: int = 0,
+    early: bool = False,
 ) -> Launch:
     """A launch with shared memory for `rows` rows of tiles and `numbers` float32 numbers.
 
@@ -223,7 +242,9 @@ def _launch(
     arguments = [ctypes.c_void_p(x.data_ptr()) if x.ndim == 3 else View.of(x) for x in tensors]
     constants = _constants(call, inputs[0], tile) | {"VECTOR": int(vectors(*inputs))}
     whole = (*arguments, Problem.of(call), masking.mask)
-    return Launch(masking.source, kernel, blocks, tile.warps, shared_bytes, constants, tensors + masking.tensors, whole)
+    return Launch(
+        masking.source, kernel, blocks, tile.warps, shared_bytes, constants, tensors + masking.tensors, whole, early
+    )
 
 
 def _constants(call: Call, query: Tensor, tile: Tile) -> dict[str, int | str]:

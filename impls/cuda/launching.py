@@ -49,11 +49,15 @@ KERNELS |= {
     "fa3_float32.cu": ("forward",),
     "fa3_float32_backward.cu": ("prepare", "backward", "finish"),
 }
+APART = ("fa3_fp8.cu",)  # files whose kernels are compiled one by one for the twin, too
 ELEMENTS = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
 # The options of NVRTC. It does not fuse products and sums: the sources name each fused operation.
 OPTIONS = {"std": "c++17", "fma": False, "ptxas_options": ["-v"]}
 VARIABLES = ("CAUSAL", "DROPOUT", "VECTOR", "SIGN")  # variables of the twin; constants on a GPU
 _TWIN = threading.Lock()  # held from the setting of these variables to the end of their launch
+
+
+Chip = tuple[int, int] | None  # the capability of a GPU, such as (9, 0), or None for the CPU twin
 
 
 class CudaError(RuntimeError):
@@ -113,6 +117,11 @@ def no_nvrtc() -> str | None:
 def on_twin(tensor: Tensor) -> bool:
     """Whether the CPU twin runs the kernels on this tensor."""
     return tensor.device.type == "cpu"
+
+
+def chip_of(tensor: Tensor) -> Chip:
+    """The chip that runs the kernels on this tensor."""
+    return None if on_twin(tensor) else torch.cuda.get_device_capability(tensor.device)
 
 
 def padded_dim(dim: int) -> int:
@@ -266,6 +275,8 @@ class Launch:
     constants: Mapping[str, int | str]
     tensors: tuple[Tensor, ...]  # all tensors that the kernel may access; the device is that of the first one
     arguments: tuple[Any, ...]  # the kernel's parameters, as ctypes values
+    # Whether the kernel may start before the kernel before it has ended (`next_may_start` of primitives.cuh).
+    early: bool = False
 
     def __str__(self) -> str:
         constants = " ".join(f"{name}={value}" for name, value in self.constants.items())
@@ -301,16 +312,21 @@ class Launch:
                 raise CudaError(f"{error}\nwhen loading {self}") from error
             stream = torch.cuda.current_stream(device).cuda_stream
             block = (32 * self.warps, 1, 1)
-            (status,) = driver.cuLaunchKernel(
-                kernel, self.blocks, 1, 1, *block, self.shared_bytes, stream, ctypes.addressof(parameters), 0
-            )
+            if self.early and (chip_of(self.tensors[0]) or (0, 0)) >= (9, 0):
+                config = _early_config(self.blocks, self.warps, self.shared_bytes, stream)
+                (status,) = driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(parameters), 0)
+            else:
+                (status,) = driver.cuLaunchKernel(
+                    kernel, self.blocks, 1, 1, *block, self.shared_bytes, stream, ctypes.addressof(parameters), 0
+                )
         if status:
             raise CudaError(f"CUDA: {status.name} when launching {self}")
 
     def _run_on_twin(self, parameters: Any) -> None:
         compiled = {name: value for name, value in self.constants.items() if name not in VARIABLES}
         try:
-            library = _twin(self.source, tuple(compiled.items()))
+            kernels = (self.kernel,) if self.source in APART else KERNELS.get(self.source, ())
+            library = _twin(self.source, kernels, tuple(compiled.items()))
         except CudaError as error:
             raise CudaError(f"{error}\nwhen loading {self}") from error
         _check_sizes(library, self.kernel, self.arguments)
@@ -325,6 +341,21 @@ class Launch:
             said = fault.decode() if fault else ""
         if said:
             raise CudaError(f"CUDA on the CPU twin: {said}, of {self}")
+
+
+def _early_config(blocks: int, warps: int, shared_bytes: int, stream: int) -> Any:
+    """The driver's description of a launch that need not wait for the end of the kernel before it."""
+    from cuda.bindings import driver
+
+    early = driver.CUlaunchAttribute()
+    early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    early.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = 32 * warps, 1, 1
+    config.sharedMemBytes, config.hStream = shared_bytes, stream
+    config.attrs, config.numAttrs = [early], 1
+    return config
 
 
 class _Buffer(ctypes.Structure):
@@ -356,10 +387,14 @@ def _check_sizes(library: Any, kernel: str, arguments: tuple[Any, ...]) -> None:
 DIGEST = hashlib.sha256().digest_size  # bytes of the hash at the end of a compiled file
 
 
+FOR_THE_TWIN = re.compile(rb"^.*//.* for the twin\n", re.MULTILINE)  # lines that say nothing to a GPU
+
+
 def _sources(source: str, *, twin: bool) -> str:
     """A hash of a source file and of all files of this folder that it includes, directly or indirectly.
 
-    Only the compilation for the twin includes the files of the twin, whose names begin with "twin".
+    Only the compilation for the twin includes the files of the twin, whose names begin with "twin". Lines that say
+    nothing to a GPU, FOR_THE_TWIN, do not count for it. So what is kept about its kernels stays valid.
     """
     front, files = [FOLDER / source], dict[Path, bytes]()
     while front:
@@ -368,6 +403,8 @@ def _sources(source: str, *, twin: bool) -> str:
             included = re.findall(rb'^\s*#\s*include\s+"(.+?)"', files[path], re.MULTILINE)
             names = [name.decode() for name in included if twin or not name.startswith(b"twin")]
             front += [FOLDER / name for name in names if (FOLDER / name).is_file()]
+    if not twin:
+        files = {path: FOR_THE_TWIN.sub(b"", text) for path, text in files.items()}
     parts = (path.name.encode() + b"\0" + files[path] + b"\0" for path in sorted(files))
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
@@ -628,8 +665,8 @@ def _processor() -> str:
 
 
 @functools.cache
-def _twin(source: str, constants: tuple[tuple[str, int | str], ...]) -> ctypes.PyDLL:
-    """A library of all kernels of a file, compiled for the CPU twin. A launch is one call of the library.
+def _twin(source: str, kernels: tuple[str, ...], constants: tuple[tuple[str, int | str], ...]) -> ctypes.PyDLL:
+    """A library of some kernels of a file, compiled for the CPU twin. A launch is one call of the library.
 
     A call keeps the interpreter's lock (`PyDLL`).
     """
@@ -653,9 +690,7 @@ def _twin(source: str, constants: tuple[tuple[str, int | str], ...]) -> ctypes.P
         "-DTWIN",
     ]
     flags += ["-Werror=uninitialized", "-Werror=maybe-uninitialized"]
-    flags += [f"-D{name}={value}" for name, value in constants] + [
-        f"-D{kernel.upper()}" for kernel in KERNELS.get(source, ())
-    ]
+    flags += [f"-D{name}={value}" for name, value in constants] + [f"-D{kernel.upper()}" for kernel in kernels]
 
     def compile_to(path: Path) -> None:
         _said(

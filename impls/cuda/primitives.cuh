@@ -40,14 +40,31 @@ struct Registers {
 
 DEVICE int block_index() { return blockIdx.x; }
 DEVICE int thread_index() { return threadIdx.x; }
-// Reads the thread's index again. The compiler then computes what depends on it where it is used, and does not keep it
-// in registers across a loop.
+// Reads the block's or the thread's index again. The compiler then computes what depends on it where it is used, and
+// does not keep it in registers across a loop.
+DEVICE int block_index_again() {
+    int index;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+    return index;
+}
 DEVICE int thread_index_again() {
     int index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
     return index;
 }
 DEVICE void barrier() { __syncthreads(); }
+// On sm_90 and later, a kernel may be launched early (`early` of launching.py): it starts when each block of the kernel
+// before it has called next_may_start or has ended. Its threads call previous_has_ended, which waits for this end.
+DEVICE void next_may_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+DEVICE void previous_has_ended() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // The block's shared memory. The launch sets its size. It is aligned to 1024 bytes.
 DEVICE char* shared_memory() {
@@ -74,6 +91,17 @@ DEVICE T read(const T* pointer) {
 template <class T>
 DEVICE void write(T* pointer, T value) {
     *pointer = value;
+}
+// Writes or reads four registers of a lane, 16 bytes at an aligned address.
+DEVICE void write_registers(void* pointer, const Registers<unsigned, 4>& from) {
+    *static_cast<uint4*>(pointer) = make_uint4(from[0], from[1], from[2], from[3]);
+}
+DEVICE void read_registers(Registers<unsigned, 4>& to, const void* pointer) {
+    const uint4 four = *static_cast<const uint4*>(pointer);
+    to[0] = four.x;
+    to[1] = four.y;
+    to[2] = four.z;
+    to[3] = four.w;
 }
 
 // ------------------------------------------------------------------------------------------------------------- numbers
@@ -133,7 +161,7 @@ DEVICE void write_two<float>(Global<float> to, float low, float high) {
 // a b + c with one rounding.
 DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float maximum_of(float a, float b) { return fmaxf(a, b); }
-DEVICE float magnitude_of(float x) { return fabsf(x); }
+DEVICE bool is_negative_zero(float x) { return __float_as_uint(x) == 0x80000000u; }
 
 // 2^x on the special function unit. The error is at most 2 ulp, and a result below 2^-126 is 0 (PTX ISA,
 // ex2.approx.ftz.f32).
@@ -164,6 +192,7 @@ DEVICE void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // The value that another lane of the warp holds. All lanes of the warp call it.
 DEVICE float from_lane(float value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+DEVICE unsigned from_lane(unsigned value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 DEVICE float from_lane_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 
 // ------------------------------------------------------------------------------------------------------------ matrices
@@ -213,6 +242,8 @@ DEVICE void mma<bfloat16>(Registers<float, 4>& c, const Registers<unsigned, 4>& 
 constexpr float LOG2_E = 1.44269504088896340736f;
 
 DEVICE int lane_index() { return thread_index() % 32; }
+DEVICE int lane_index_again() { return thread_index_again() % 32; }
+DEVICE int warp_index_again() { return thread_index_again() / 32; }
 DEVICE int warp_index() { return thread_index() / 32; }
 DEVICE int smaller_of(int a, int b) { return a < b ? a : b; }
 DEVICE int larger_of(int a, int b) { return a > b ? a : b; }

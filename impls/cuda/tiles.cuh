@@ -13,8 +13,8 @@
 //   WARPS    the number of warps of a block
 //   ROWS     the number of rows of scores that a warp computes: 16 or 32
 //   STEP     the number of columns of scores in one step of the block's loop
-//   SPLIT    the number of warps that compute the same rows of scores. Of the gradients of these rows, each of these
-//            warps sums another part of the columns. This serves head dims at which one warp cannot hold all the sums.
+//   SPLIT    the number of warps that own the same rows of scores. Of the gradients of these rows, each of these warps
+//            sums another part of the columns. This serves head dims at which one warp cannot hold all the sums.
 //   HOLD     whether the forward keeps the queries in registers
 //   BLOCKS   the number of blocks that share a multiprocessor; it limits the registers of a thread
 //
@@ -88,6 +88,9 @@ struct Tile {
     static constexpr int ROW = COLUMNS * static_cast<int>(sizeof(Element));  // bytes of a row
 
     DEVICE Element* at(int row, int column) const { return chunk(row, column / CHUNK) + column % CHUNK; }
+    // The tile of the rows from `row` on. It is a multiple of 32, after which the swizzle repeats. With tensor cores, a
+    // multiple of 8 will do.
+    DEVICE Tile from(int row) const { return {start + row * COLUMNS}; }
 };
 
 // Two tiles [LENGTH, DIM]. While the block computes with one, copies fill the other.
@@ -205,9 +208,13 @@ struct Sums {
 
     // The row and the column of element i, 0 to 3, of at[m][n].
     static DEVICE int row(int m, int i) { return 16 * m + lane_index() / 4 + 8 * (i / 2); }
-    static DEVICE int column(int n, int i) {
-        const int t = lane_index() % 4;
-        return TENSOR_CORES ? 8 * n + 2 * t + i % 2 : 16 * (n / 2) + 4 * t + 2 * (n % 2) + i % 2;
+    static DEVICE int column(int n, int i) { return lane_index() % 4 * (TENSOR_CORES ? 2 : 4) + across(n, i); }
+    // The lane's first row and first column, and the distance of an element's column from the first one. The distance
+    // is known at compile time. The lane's other rows are 8, 16 ... after the first one.
+    static DEVICE int first_row() { return lane_index_again() / 4; }
+    static DEVICE int first_column() { return lane_index_again() % 4 * (TENSOR_CORES ? 2 : 4); }
+    static constexpr DEVICE int across(int n, int i) {
+        return TENSOR_CORES ? 8 * n + i % 2 : 16 * (n / 2) + 2 * (n % 2) + i % 2;
     }
     // The index of the row of element i of at[m][n] among the lane's HEIGHT / 8 rows.
     static constexpr DEVICE int slot(int m, int i) { return 2 * m + i / 2; }
@@ -297,14 +304,15 @@ struct Drawn {
 template <int HEIGHT, bool HELD>
 struct Operand {
     Tile<DIM> tile;
-    int first_row;
+    int first_row, below;
     Registers<unsigned, 4> held[HELD && TENSOR_CORES ? DIM / 16 : 1][HEIGHT / 16];
 
-    DEVICE Operand(Tile<DIM> tile, int first_row) : tile(tile), first_row(first_row) {}
+    // The rows begin `below` rows after first_row, a number that is known at compile time.
+    DEVICE Operand(Tile<DIM> tile, int first_row, int below = 0) : tile(tile), first_row(first_row), below(below) {}
     DEVICE Registers<unsigned, 4> read_fragment(int k, int m) const {
         Registers<unsigned, 4> fragment;
-        ldmatrix(fragment,
-                 tile.spot(tile.spot(first_row + lane_index() % 16, lane_index() / 16), 2 * k) + 16 * m * tile.ROW);
+        const Spot first = tile.spot(first_row + lane_index() % 16, lane_index() / 16);
+        ldmatrix(fragment, tile.spot(first, 2 * k) + (below + 16 * m) * tile.ROW);
         return fragment;
     }
     DEVICE void hold() {
@@ -331,7 +339,7 @@ struct Operand {
 template <int HEIGHT, int WIDTH, bool HELD>
 DEVICE void rows_by_rows(Sums<HEIGHT, WIDTH>& sums, const Operand<HEIGHT, HELD>& left, Tile<DIM> right) {
     constexpr int M = HEIGHT / 16;
-    const int lane = lane_index();
+    const int lane = lane_index_again();
     if constexpr (TENSOR_CORES) {
         const Spot first = right.spot(lane / 16 * 8 + lane % 8, lane / 8 % 2);
         UNROLL
@@ -358,7 +366,8 @@ DEVICE void rows_by_rows(Sums<HEIGHT, WIDTH>& sums, const Operand<HEIGHT, HELD>&
             float4 a[2 * M];
             UNROLL
             for (int r = 0; r < 2 * M; ++r)
-                a[r] = read_four(left.tile.chunk(left.first_row + 16 * (r / 2) + lane / 4 + 8 * (r % 2), d));
+                a[r] =
+                    read_four(left.tile.chunk(left.below + left.first_row + 16 * (r / 2) + lane / 4 + 8 * (r % 2), d));
             UNROLL
             for (int n = 0; n < WIDTH / 8; ++n) {
                 UNROLL
@@ -421,7 +430,8 @@ DEVICE void add_sixteen(Sums<HEIGHT, WIDTH>& sums, const Registers<unsigned, 4> 
 template <int HEIGHT, int WIDTH, int LENGTH>
 DEVICE void rows_by_columns(Sums<HEIGHT, WIDTH>& sums, const Weights<HEIGHT, LENGTH>& left, Tile<DIM> right,
                             int first_column = 0) {
-    const Spot first = right.spot(lane_index() % 16, lane_index() / 16);
+    const int lane = lane_index_again();
+    const Spot first = right.spot(lane % 16, lane / 16);
     UNROLL
     for (int k = 0; k < LENGTH / 16; ++k) {
         if constexpr (TENSOR_CORES) {
@@ -440,6 +450,40 @@ DEVICE void rows_by_columns(Sums<HEIGHT, WIDTH>& sums, const Weights<HEIGHT, LEN
                 }
             }
         }
+    }
+}
+
+// A left operand [HEIGHT, LENGTH] that one warp leaves in shared memory for another. Each lane writes its registers of
+// each fragment, and the same lane of the other warp reads them.
+template <int HEIGHT, int LENGTH>
+struct Left {
+    static constexpr int FRAGMENT = 32 * 16, BYTES = LENGTH / 16 * (HEIGHT / 16) * FRAGMENT;
+    char* start;
+
+    DEVICE char* place(int k, int m) const {
+        return start + (k * (HEIGHT / 16) + m) * FRAGMENT + lane_index_again() * 16;
+    }
+    DEVICE void put(const Weights<HEIGHT, LENGTH>& weights) const {
+        UNROLL
+        for (int k = 0; k < LENGTH / 16; ++k) {
+            UNROLL
+            for (int m = 0; m < HEIGHT / 16; ++m) write_registers(place(k, m), weights.at[k][m]);
+        }
+    }
+};
+
+// The same product, with a left operand of another warp.
+template <int HEIGHT, int WIDTH, int LENGTH>
+DEVICE void rows_by_columns(Sums<HEIGHT, WIDTH>& sums, const Left<HEIGHT, LENGTH>& left, Tile<DIM> right,
+                            int first_column) {
+    const int lane = lane_index_again();
+    const Spot first = right.spot(lane % 16, lane / 16);
+    UNROLL
+    for (int k = 0; k < LENGTH / 16; ++k) {
+        Registers<unsigned, 4> a[HEIGHT / 16];
+        UNROLL
+        for (int m = 0; m < HEIGHT / 16; ++m) read_registers(a[m], left.place(k, m));
+        add_sixteen(sums, a, right, first, 16 * k, first_column);
     }
 }
 
@@ -481,12 +525,12 @@ DEVICE void store_rows(const Head<T>& to, const Sums<HEIGHT, WIDTH>& sums, const
                        int first_row, int first_column = 0) {
     UNROLL
     for (int r = 0; r < HEIGHT / 8; ++r) {
-        const int i = 2 * (r % 2), row = first_row + sums.row(r / 2, i);
+        const int i = 2 * (r % 2), row = first_row + sums.first_row() + 8 * r;
         if (row >= to.rows) continue;
         const Global<T> start = to.at(row, first_column);
         UNROLL
         for (int n = 0; n < WIDTH / 8; ++n) {
-            const int column = sums.column(n, i);
+            const int column = sums.first_column() + sums.across(n, i);
             const float low = factors[r] * sums.at[r / 2][n][i], high = factors[r] * sums.at[r / 2][n][i + 1];
             if (VECTOR) {  // a row starts at a multiple of 16 bytes
                 if (first_column + column < to.dim) write_two(start + column, low, high);

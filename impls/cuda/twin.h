@@ -36,8 +36,11 @@ struct Registers {
 
 inline int block_index() { return twin::machine.block; }
 inline int thread_index() { return twin::thread(); }
+inline int block_index_again() { return twin::machine.block; }
 inline int thread_index_again() { return twin::thread(); }
 inline void barrier(int line = __builtin_LINE()) { twin::barrier(line); }
+inline void next_may_start() {}
+inline void previous_has_ended() {}
 inline char* shared_memory() { return twin::machine.shared; }
 
 using Spot = char*;
@@ -58,6 +61,14 @@ inline void write(T* pointer, T value) {
     twin::writing(pointer, sizeof(T), twin::machine.warp);
     *pointer = value;
 }
+inline void write_registers(void* pointer, const Registers<unsigned, 4>& from) {
+    twin::writing(pointer, 16, twin::machine.warp);
+    memcpy(pointer, from.at, 16);
+}
+inline void read_registers(Registers<unsigned, 4>& to, const void* pointer) {
+    twin::reading(pointer, 16, twin::machine.warp);
+    memcpy(to.at, pointer, 16);
+}
 
 template <class T>
 inline void read_sixteen(T (&to)[16 / sizeof(T)], Global<const T> from) {
@@ -74,7 +85,7 @@ inline void write_two(Global<T> to, float low, float high) {
 inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 // As fmaxf: if one of the two numbers is NaN, the result is the other one.
 inline float maximum_of(float a, float b) { return a > b || b != b ? a : b; }
-inline float magnitude_of(float x) { return fabsf(x); }
+inline bool is_negative_zero(float x) { return twin::bits_of(x) == 0x80000000u; }
 inline float exp2_of(float x) { return exp2f(x); }
 inline float log_of(float x) { return logf(x); }
 
@@ -123,6 +134,9 @@ inline float from_lane(float value, int lane, int line = __builtin_LINE()) {
         }
     });
     return mine.result;
+}
+inline unsigned from_lane(unsigned value, int lane, int line = __builtin_LINE()) {
+    return twin::bits_of(from_lane(twin::from_bits<float>(value), lane, line));
 }
 inline float from_lane_xor(float value, int mask, int line = __builtin_LINE()) {
     return from_lane(value, (thread_index() % 32) ^ mask, line);

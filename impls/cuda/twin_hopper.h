@@ -1,5 +1,5 @@
-// The CPU twin of hopper.cuh: mbarriers, the copy engine and warpgroup products on one core. twin_machine.h runs the
-// threads, one after another.
+// The CPU twin of hopper.cuh, parts.cuh and e4m3.cuh: mbarriers, the copy engine and warpgroup products on one core.
+// twin_machine.h runs the threads, one after another.
 //
 // What is asynchronous on a GPU happens as late as the kernel allows:
 //   - A bulk copy delivers its bytes when a thread waits for its mbarrier and all bytes of the phase have been copied.
@@ -11,7 +11,7 @@
 // has each phase of an mbarrier. An arrival gives the mbarrier what the warp knows. A wait gives it to the warp that
 // waits.
 // So a fault is found whatever the order is in which the twin runs the warps. Shared memory is divided into units of 16
-// bytes. Each knows its last writer and its readers.
+// bytes. Each knows its last writer and its readers. So does each of the numbers that store_float writes.
 //
 // The following faults end a kernel with an error that names block and thread, in addition to those of twin_machine.h:
 //   - a wait that never returns, with the arrivals and bytes that are missing; a wait for a phase that the thread has
@@ -38,8 +38,9 @@
 //   - left operands in registers that change between products_begin and the product;
 //   - that the compiler serialises products (fa3.py looks for its warning), and everything about time;
 //   - races on device memory, between blocks or between kernels.
-// If TRUNCATES is defined, products are summed as the tensor cores of Hopper do it: see `multiply`. Otherwise they are
-// summed in float32, in order.
+// Products of e4m3 numbers are summed as the tensor cores of Hopper do it, with 14 bits: see `multiply_e4m3`. If
+// TRUNCATES is defined, so are products of 16-bit numbers: see `multiply`. Otherwise these are summed in float32, in
+// order.
 // Clusters and named barriers are missing, because the kernels do not use them.
 #pragma once
 
@@ -63,9 +64,13 @@ struct bfloat16 {
 struct float2 {
     float x, y;
 };
+struct __attribute__((may_alias, aligned(8))) uint2 {
+    unsigned x, y;
+};
 struct __attribute__((may_alias, aligned(16))) uint4 {
     unsigned x, y, z, w;
 };
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
@@ -100,6 +105,7 @@ struct Description {
     const char* data;
     long long strides[3];
     int sizes[4], rows;  // rows of a box, whose columns are those of a panel
+    int element;         // bytes of an element
 };
 
 struct BulkCopy {
@@ -120,11 +126,11 @@ struct Barrier {
     std::vector<BulkCopy> copies;
 };
 
-constexpr int NEVER = -1, HOLDS_BARRIER = -2;
+constexpr int NEVER = -1, HOLDS_BARRIER = -2, HOLDS_NUMBERS = -3;
 struct Unit {
-    int writer, written;  // a warp, or 2 WARPS + a barrier; the number of the access, or the phase that makes it known
-    const char* origin;   // for a copied box: the first element of its matrix; its row and its column / 8 there
-    int row, column;
+    int writer, written;   // a warp, or 2 WARPS + a barrier; the number of the access, or the phase that makes it known
+    const char* origin;    // for a copied box: the first element of its matrix, and the place of the unit in the matrix
+    int row, column;       // the column in units
     short busy, busy_for;  // products that will read it, and a warp of one of them
     bool arriving;
     int reads[WARPS];  // the last read of each warp
@@ -134,6 +140,7 @@ struct Factor {
     unsigned long long descriptor;
     int count, first;  // rows of the left factor or columns of the right one; the first of them
     bool along_rows;   // whether the sum runs along the rows of the panels
+    int terms;         // that a product adds to each sum: 16, or 32 of e4m3 numbers
 };
 struct Product {
     Factor a, b;
@@ -170,13 +177,19 @@ struct WarpState {
 
 struct Wide {  // a right factor in float32
     unsigned long long descriptor;
-    int count, along_rows;
+    int count, along_rows, terms;
     long time;
-    std::vector<float> value;  // [16, count]
+    std::vector<float> value;  // [terms, count]
+};
+
+struct Number {  // a float32 number that threads store and load by itself
+    unsigned address;
+    Unit as_unit;  // several warps may use the numbers of one unit
 };
 
 static struct {
     std::vector<Unit> units;
+    std::vector<Number> numbers;
     std::vector<unsigned char> barrier_of;  // by offset / 8: the number of a barrier + 1
     std::vector<long> changed;              // by offset / 1024: the time of the last change
     Barrier barriers[BARRIERS];
@@ -214,7 +227,7 @@ inline int fenced_here() {
 
 // ------------------------------------------------------------------------------------------------------- shared memory
 
-inline Unit& unit_at(unsigned address, int bytes, const char* does) {
+inline Unit& unit_at(unsigned address, int bytes, const char* does, bool of_numbers = false) {
     const int place = place_of(address);
     if (place < 0 || place + bytes > machine.launch.shared_bytes)
         fail("%s %d bytes at offset %d of shared memory, which has %d", does, bytes, place,
@@ -222,9 +235,19 @@ inline Unit& unit_at(unsigned address, int bytes, const char* does) {
     if (place % bytes) fail("%s %d bytes at offset %d of shared memory: not aligned", does, bytes, place);
     Unit& unit = hopper.units[place / UNIT];
     if (unit.writer == HOLDS_BARRIER) fail("%s offset %d of shared memory, where an mbarrier is", does, place);
+    if (unit.writer == HOLDS_NUMBERS && !of_numbers)
+        fail("%s offset %d of shared memory, where single numbers are", does, place);
     if (unit.arriving)
         fail("%s offset %d of shared memory, to which a copy is on its way that nobody has waited for", does, place);
     return unit;
+}
+// What is known about a single number. Only load_float and store_float access it.
+inline Unit& number_at(unsigned address, const char* does) {
+    unit_at(address, 4, does, true).writer = HOLDS_NUMBERS;
+    for (Number& number : hopper.numbers)
+        if (number.address == address) return number.as_unit;
+    hopper.numbers.push_back({address, {NEVER, 0, nullptr, 0, 0, 0, 0, false, {}}});
+    return hopper.numbers.back().as_unit;
 }
 inline void check_read(const Unit& unit, unsigned address, bool asynchronous, const char* does) {
     const Clock& knows = me().knows;
@@ -311,12 +334,12 @@ inline void deliver(const BulkCopy& copy) {
             return;
         }
         memset(to, 0, UNIT);
-        const int r = copy.row + row, first = copy.column + 8 * piece;
+        const int r = copy.row + row, columns = UNIT / tensor.element, first = copy.column + columns * piece;
         if (!inside || r < 0 || r >= tensor.sizes[1]) return;
-        for (int c = first < 0 ? -first : 0; c < 8 && first + c < tensor.sizes[0]; ++c) {
-            const char* from = origin + r * tensor.strides[0] + 2 * (first + c);
-            check_global(from, 2);
-            memcpy(to + 2 * c, from, 2);
+        for (int c = first < 0 ? -first : 0; c < columns && first + c < tensor.sizes[0]; ++c) {
+            const char* from = origin + r * tensor.strides[0] + tensor.element * (first + c);
+            check_global(from, tensor.element);
+            memcpy(to + tensor.element * c, from, tensor.element);
         }
     });
     for (int place = place_of(copy.to) / 1024; place <= (place_of(copy.to) + copy.bytes - 1) / 1024; ++place)
@@ -393,7 +416,7 @@ inline void start(unsigned address, BulkCopy copy) {
         unit.arriving = true;
         unit.origin = origin;
         unit.row = copy.row + row;
-        unit.column = copy.column / 8 + piece;
+        unit.column = (copy.from ? 0 : copy.column * copy.tensor.element / UNIT) + piece;
         memset(memory_at(at), 0xff, UNIT);
     });
     barrier.coming += copy.bytes;
@@ -407,7 +430,7 @@ constexpr char BEGIN[] = "products_begin", COMMIT[] = "products_end", WAIT[] = "
                STORE[] = "store_matrices", REGISTERS[] = "a division of the registers", VOTE[] = "a vote";
 
 // Calls visit(address, i, piece) for the units of a factor: along_rows, i is one of the 16 rows of the panels, and the
-// piece holds 8 of the factor's columns; else i is one of the factor's rows, and the piece holds 8 of the 16 products.
+// piece holds 8 of the factor's columns; else i is one of the factor's rows, and the piece holds half of its terms.
 template <class Visit>
 inline void each_unit(const Factor& factor, Visit visit) {
     const unsigned long long m = factor.descriptor;
@@ -440,7 +463,8 @@ inline void check_factor(const Factor& factor) {
             fail(
                 "a descriptor that does not match its tile: at offset %d it has row %d and columns from %d on, where "
                 "a matrix would have row %d and columns from %d on",
-                place_of(address), unit.row, 8 * unit.column, row + i, 8 * (column + piece));
+                place_of(address), unit.row, factor.terms / 2 * unit.column, row + i,
+                factor.terms / 2 * (column + piece));
         }
         unit.busy++;
         unit.busy_for = static_cast<short>(machine.warp);
@@ -454,15 +478,36 @@ inline void release(const Factor& factor, int access) {
     });
 }
 
+// An e4m3 number: a sign, 4 bits of exponent, 3 bits after the point. There is no infinity.
+inline float of_e4m3(int bits) {
+    const int exponent = bits >> 3 & 15, last = bits & 7;
+    const float magnitude = (bits & 127) == 127 ? from_bits<float>(0x7fc00000u)
+                            : exponent          ? from_bits<float>((exponent + 120) << 23 | last << 20)
+                                                : last * 0x1p-9f;
+    return bits & 128 ? -magnitude : magnitude;
+}
+struct Numbers {
+    float of[256];  // by their bits
+};
+static const Numbers e4m3 = [] {
+    Numbers all;
+    for (int bits = 0; bits < 256; ++bits) all.of[bits] = of_e4m3(bits);
+    return all;
+}();
+
 inline void widen(float* to, const unsigned short* from, int count) {
     for (int i = 0; i < count; ++i) to[i] = to_float(Type{from[i]});
 }
-// Writes a factor as [16, count] numbers.
+// Writes a factor as [terms, count] numbers.
 inline void widen(float* to, const Factor& factor) {
     each_unit(factor, [&](unsigned address, int i, int piece) {
-        const auto* from = reinterpret_cast<const unsigned short*>(memory_at(address));
+        const char* const at = memory_at(address);
+        const auto* from = reinterpret_cast<const unsigned short*>(at);
         if (factor.along_rows) {
             widen(to + i * factor.count + 8 * piece - factor.first, from, 8);
+        } else if (factor.terms == 32) {
+            for (int k = 0; k < UNIT; ++k)
+                to[(UNIT * piece + k) * factor.count + i - factor.first] = e4m3.of[static_cast<unsigned char>(at[k])];
         } else {
             float eight[8];
             widen(eight, from, 8);
@@ -483,25 +528,24 @@ inline const float* wide_of(const Factor& factor) {
             changed = hopper.changed[i] > changed ? hopper.changed[i] : changed;
     }
     if (wide.descriptor != m || wide.count != factor.count || wide.along_rows != factor.along_rows ||
-        wide.time < changed) {
+        wide.terms != factor.terms || wide.time < changed) {
         wide.descriptor = m;
         wide.count = factor.count;
         wide.along_rows = factor.along_rows;
+        wide.terms = factor.terms;
         wide.time = hopper.time;
-        wide.value.resize(16 * factor.count);
+        wide.value.resize(factor.terms * factor.count);
         widen(wide.value.data(), factor);
     }
     return wide.value.data();
 }
 
 typedef float Sixteen __attribute__((vector_size(64)));
-
-#if TRUNCATES
-// Sums as a tensor core of Hopper makes them. tests/suite/oracles/tensor_core.py has the same arithmetic.
 typedef int SixteenInts __attribute__((vector_size(64)));
-typedef double SixteenDoubles __attribute__((vector_size(128)));
-typedef long long SixteenLongs __attribute__((vector_size(128)));
-constexpr int BITS = 25;  // that a tensor core keeps below the largest exponent
+
+// Sums as a tensor core of Hopper makes them. tests/suite/oracles/tensor_core.py has the same arithmetic. One step adds
+// TERMS products to a sum. It cuts them and the sum off BELOW bits below the largest exponent among them, adds what
+// remains, and cuts the new sum off after KEPT bits. The exponent of a product is the sum of its factors' exponents.
 
 // The exponent of a number that is not 0; -1000 for 0.
 inline int exponent_of(double x) {
@@ -509,17 +553,13 @@ inline int exponent_of(double x) {
     frexp(x, &exponent);
     return x == 0.0 ? -1000 : exponent - 1;
 }
-inline bool is_plain(float x) {  // neither subnormal nor infinite nor NaN
-    const unsigned exponent = bits_of(x) >> 23 & 255;
-    return x == 0.0f || (exponent > 0 && exponent < 255);
-}
-// One step of a tensor core of Hopper for one sum: it cuts the 16 products and the sum off 25 bits below the largest
-// exponent, adds what remains, and cuts the new sum off after 24 bits.
-inline float step_of(float sum, const float (&a)[16][16], int row, const float* b, int n) {
+// One step for one sum of any numbers.
+template <int TERMS, int BELOW, int KEPT>
+inline float step_of(float sum, const float (*a)[16], int row, const float* b, int n) {
     int largest = exponent_of(sum);
     bool finite = std::isfinite(sum);
     float plain = sum;
-    for (int k = 0; k < 16; ++k) {
+    for (int k = 0; k < TERMS; ++k) {
         const int exponent = exponent_of(a[k][row]) + exponent_of(b[k * n]);
         largest = exponent > largest ? exponent : largest;
         finite &= std::isfinite(a[k][row]) && std::isfinite(b[k * n]);
@@ -527,83 +567,128 @@ inline float step_of(float sum, const float (&a)[16][16], int row, const float* 
     }
     if (!finite) return plain;
     if (largest < -900) return 0.0f;
-    const double unit = ldexp(1.0, largest - BITS);
+    const double unit = ldexp(1.0, largest - BELOW);
     double added = trunc(sum / unit);
-    for (int k = 0; k < 16; ++k) added += trunc(double(a[k][row]) * b[k * n] / unit);
+    for (int k = 0; k < TERMS; ++k) added += trunc(double(a[k][row]) * b[k * n] / unit);
     added *= unit;
-    int last = exponent_of(added) - 23;
+    int last = exponent_of(added) + 1 - KEPT;
     last = last < -149 ? -149 : last;
     return static_cast<float>(ldexp(trunc(ldexp(added, -last)), last));
 }
-// sums [16, n] += a [16 (k), 16 (rows)]^T b [16 (k), n], as a tensor core adds. n is a multiple of 16. Sixteen sums at
-// a time are computed in integers if their largest exponents are moderate.
-inline void multiply(float* sums, const float (&a)[16][16], const float* b, int n) {
-    bool plain = true;
-    int of_a[16][16];
-    for (int k = 0; k < 16; ++k)
-        for (int row = 0; row < 16; ++row) {
-            plain &= is_plain(a[k][row]);
-            of_a[k][row] = a[k][row] == 0.0f ? -1000 : int(bits_of(a[k][row]) >> 23 & 255) - 127;
-        }
+
+// The exponents of sixteen numbers, -1000 for 0. Numbers that are subnormal, infinite or NaN become odd.
+inline SixteenInts exponents_of(const Sixteen& x, SixteenInts& odd) {
+    SixteenInts bits;
+    memcpy(&bits, &x, sizeof bits);
+    const SixteenInts exponent = bits >> 23 & 255;
+    odd |= (exponent == 255) | ((exponent == 0) & ((bits & 0x7fffffff) != 0));
+    return (x == 0.0f) ? (exponent * 0 - 1000) : (exponent - 127);
+}
+inline bool any_of(const SixteenInts& x) {
+    int any = 0;
+    for (int i = 0; i < 16; ++i) any |= x[i];
+    return any;
+}
+inline Sixteen powers_of_two(const SixteenInts& exponents) {
+    const SixteenInts bits = (127 + exponents) << 23;
+    Sixteen powers;
+    memcpy(&powers, &bits, sizeof powers);
+    return powers;
+}
+
+// sums [16, n] += a [TERMS, 16 (rows)]^T b [TERMS, n]. n is a multiple of 16. `add` makes sixteen sums of one row at a
+// time: it gets the sums, a column of a, the right numbers and the largest exponents, which are moderate. Other sums
+// are made one by one.
+template <int TERMS, int BELOW, int KEPT, class Add>
+inline void multiply_in_steps(float* sums, const float (*a)[16], const float* b, int n, Add add) {
+    SixteenInts of_a[TERMS], odd_rows = {};
+    for (int k = 0; k < TERMS; ++k) {
+        Sixteen left;
+        memcpy(&left, a[k], sizeof left);
+        of_a[k] = exponents_of(left, odd_rows);
+    }
     for (int column = 0; column < n; column += 16) {
-        Sixteen right[16];
-        SixteenInts of_right[16];
-        bool here = plain;
-        for (int k = 0; k < 16; ++k) {
+        Sixteen right[TERMS];
+        SixteenInts of_right[TERMS], odd_columns = odd_rows;
+        for (int k = 0; k < TERMS; ++k) {
             memcpy(&right[k], b + k * n + column, sizeof right[k]);
-            memcpy(&of_right[k], &right[k], sizeof right[k]);
-            const SixteenInts exponent = of_right[k] >> 23 & 255;
-            const SixteenInts odd = (exponent == 255) | ((exponent == 0) & ((of_right[k] & 0x7fffffff) != 0));
-            for (int i = 0; i < 16; ++i) here &= odd[i] == 0;
-            of_right[k] = (right[k] == 0.0f) ? (exponent * 0 - 1000) : (exponent - 127);
+            of_right[k] = exponents_of(right[k], odd_columns);
         }
+        const bool plain = !any_of(odd_columns);
         for (int row = 0; row < 16; ++row) {
             float* const to = sums + row * n + column;
             Sixteen sum;
-            SixteenInts bits;
             memcpy(&sum, to, sizeof sum);
-            memcpy(&bits, to, sizeof bits);
-            const SixteenInts exponent = bits >> 23 & 255;
-            SixteenInts largest = (sum == 0.0f) ? (exponent * 0 - 1000) : (exponent - 127);
-            SixteenInts odd = (exponent == 255) | ((exponent == 0) & ((bits & 0x7fffffff) != 0));
-            for (int k = 0; k < 16; ++k) {
+            SixteenInts odd = {}, largest = exponents_of(sum, odd);
+            for (int k = 0; k < TERMS; ++k) {
                 const SixteenInts one = of_right[k] + of_a[k][row];
                 largest = one > largest ? one : largest;
             }
-            odd |= (largest > 120) | ((largest < -100) & (largest > -900));
-            largest = largest < -100 ? largest * 0 - 100 : largest;
-            bool quick = here;
-            for (int i = 0; i < 16; ++i) quick &= odd[i] == 0;
-            if (!quick) {
-                for (int i = 0; i < 16; ++i) to[i] = step_of(to[i], a, row, b + column + i, n);
+            odd |= (largest > 100) | ((largest < -100) & (largest > -900));
+            if (!plain || any_of(odd)) {
+                for (int i = 0; i < 16; ++i) to[i] = step_of<TERMS, BELOW, KEPT>(to[i], a, row, b + column + i, n);
                 continue;
             }
-            const SixteenInts scale_bits = (127 + BITS - largest) << 23;
-            Sixteen scale;  // 1 / unit
-            memcpy(&scale, &scale_bits, sizeof scale);
-            SixteenInts first = __builtin_convertvector(sum * scale, SixteenInts), second = first * 0;
+            largest = largest < -100 ? largest * 0 - 100 : largest;
+            sum = add(sum, a, row, right, largest);
+            memcpy(to, &sum, sizeof sum);
+        }
+    }
+}
+
+// sums [16, n] += a [32, 16 (rows)]^T b [32, n], of e4m3 numbers. Products of two are exact in float32. Cut off, they
+// are integers below 2^15, so the sum of all of them is exact, too.
+inline void multiply_e4m3(float* sums, const float (*a)[16], const float* b, int n) {
+    constexpr int TERMS = 32, BELOW = 13, KEPT = 14;
+    multiply_in_steps<TERMS, BELOW, KEPT>(
+        sums, a, b, n,
+        [](const Sixteen& sum, const float (*left)[16], int row, const Sixteen* right, const SixteenInts& largest) {
+            const Sixteen scale = powers_of_two(BELOW - largest);
+            SixteenInts added = __builtin_convertvector(sum * scale, SixteenInts);
+            for (int k = 0; k < TERMS; ++k)
+                added += __builtin_convertvector(left[k][row] * right[k] * scale, SixteenInts);
+            const Sixteen whole = __builtin_convertvector(added, Sixteen);
+            SixteenInts bits;
+            memcpy(&bits, &whole, sizeof bits);
+            bits &= ~((1 << (24 - KEPT)) - 1);
+            Sixteen cut;
+            memcpy(&cut, &bits, sizeof cut);
+            return cut * powers_of_two(largest - BELOW);
+        });
+}
+
+#if TRUNCATES
+typedef double SixteenDoubles __attribute__((vector_size(128)));
+typedef long long SixteenLongs __attribute__((vector_size(128)));
+
+// sums [16, n] += a [16 (k), 16 (rows)]^T b [16 (k), n], as a tensor core adds.
+inline void multiply(float* sums, const float (*a)[16], const float* b, int n) {
+    constexpr int TERMS = 16, BELOW = 25, KEPT = 24;
+    multiply_in_steps<TERMS, BELOW, KEPT>(
+        sums, a, b, n,
+        [](const Sixteen& sum, const float (*left)[16], int row, const Sixteen* right, const SixteenInts& largest) {
+            const Sixteen scale = powers_of_two(BELOW - largest);
+            SixteenInts first = __builtin_convertvector(sum * scale, SixteenInts), second = {};
             for (int k = 0; k < 8; ++k) {
-                first += __builtin_convertvector(a[k][row] * right[k] * scale, SixteenInts);
-                second += __builtin_convertvector(a[k + 8][row] * right[k + 8] * scale, SixteenInts);
+                first += __builtin_convertvector(left[k][row] * right[k] * scale, SixteenInts);
+                second += __builtin_convertvector(left[k + 8][row] * right[k + 8] * scale, SixteenInts);
             }
             SixteenDoubles added =
                 __builtin_convertvector(first, SixteenDoubles) + __builtin_convertvector(second, SixteenDoubles);
             SixteenLongs cut;
             memcpy(&cut, &added, sizeof cut);
-            cut &= ~((1ll << 29) - 1);  // 24 of a double's 53 bits remain
+            cut &= ~((1ll << (53 - KEPT)) - 1);
             memcpy(&added, &cut, sizeof cut);
-            const SixteenLongs unit_bits = (__builtin_convertvector(largest, SixteenLongs) + (1023 - BITS)) << 52;
+            const SixteenLongs unit_bits = (__builtin_convertvector(largest, SixteenLongs) + (1023 - BELOW)) << 52;
             SixteenDoubles unit;
             memcpy(&unit, &unit_bits, sizeof unit);
-            sum = __builtin_convertvector(added * unit, Sixteen);
-            memcpy(to, &sum, sizeof sum);
-        }
-    }
+            return __builtin_convertvector(added * unit, Sixteen);
+        });
 }
 #else
 // sums [16, n] += a [16 (k), 16 (rows)]^T b [16 (k), n]. Products of two 16-bit numbers are exact in float32. The sum
 // over k is computed in order. n is a multiple of 16.
-inline void multiply(float* sums, const float (&a)[16][16], const float* b, int n) {
+inline void multiply(float* sums, const float (*a)[16], const float* b, int n) {
     for (int row = 0; row < 16; row += 4) {
         for (int column = 0; column < n; column += 16) {
             Sixteen sum[4];
@@ -634,7 +719,7 @@ struct Brought {
     unsigned long long a, b;
     bool add;
 };
-inline void issue(Warp& warp, int columns, bool in_registers, bool rows_a, bool rows_b) {
+inline void issue(Warp& warp, int terms, int columns, bool in_registers, bool rows_a, bool rows_b) {
     WarpState& state = me();
     Brought lanes[LANES];
     for (int i = 0; i < LANES; ++i) lanes[i] = *static_cast<const Brought*>(warp.slots[i]);
@@ -690,8 +775,8 @@ inline void issue(Warp& warp, int columns, bool in_registers, bool rows_a, bool 
     state.sums[number].products++;
 
     Product product;
-    product.a = {first.a, 16, machine.warp % 4 * 16, rows_a};
-    product.b = {first.b, columns, 0, rows_b};
+    product.a = {first.a, 16, machine.warp % 4 * 16, rows_a, terms};
+    product.b = {first.b, columns, 0, rows_b, terms};
     product.in_registers = in_registers;
     product.add = first.add;
     product.group = state.committed;
@@ -707,14 +792,19 @@ inline void issue(Warp& warp, int columns, bool in_registers, bool rows_a, bool 
 
 inline void run_product(const Product& product, int access) {
     Sums& sums = me().sums[product.sums];
-    alignas(64) float a[16][16];
+    const bool of_e4m3 = product.b.terms == 32;
+    alignas(64) float a[32][16];  // as many rows as terms
     if (product.in_registers) {
         for (int lane = 0; lane < LANES; ++lane) {
             if (memcmp(product.left[lane], product.left_at[lane], 16)) {
                 machine.warps[machine.warp].lane = lane;
                 fail("the left operand of a product changed before the product was waited for");
             }
-            for (int i = 0; i < 8; ++i) {
+            for (int i = 0; i < 16 && of_e4m3; ++i) {
+                const unsigned four = product.left[lane][i / 4];
+                a[lane % 4 * 4 + i % 4 + 16 * (i / 8)][lane / 4 + 8 * (i / 4 % 2)] = e4m3.of[four >> 8 * (i % 4) & 255];
+            }
+            for (int i = 0; i < 8 && !of_e4m3; ++i) {
                 const unsigned two = product.left[lane][i / 2];
                 a[lane % 4 * 2 + i % 2 + 8 * (i / 4)][lane / 4 + 8 * (i / 2 % 2)] =
                     to_float(Type{static_cast<unsigned short>(i % 2 ? two >> 16 : two)});
@@ -725,7 +815,7 @@ inline void run_product(const Product& product, int access) {
         release(product.a, access);
     }
     if (!product.add) memset(sums.value.data(), 0, sums.value.size() * sizeof(float));
-    multiply(sums.value.data(), a, wide_of(product.b), sums.count);
+    (of_e4m3 ? multiply_e4m3 : multiply)(sums.value.data(), a, wide_of(product.b), sums.count);
     release(product.b, access);
     if (--sums.products) return;
     each_register(sums.count, [&](int lane, int i, int from) {
@@ -777,6 +867,7 @@ inline void block_begins() {
     if (machine.launch.threads > WARPS * LANES) fail("%d threads in a block", machine.launch.threads);
     const int bytes = machine.launch.shared_bytes;
     hopper.units.assign(bytes / UNIT + 1, {NEVER, 0, nullptr, 0, 0, 0, 0, false, {}});
+    hopper.numbers.clear();
     hopper.barrier_of.assign(bytes / 8 + 1, 0);
     hopper.changed.assign(bytes / 1024 + 1, ++hopper.time);
     hopper.barrier_count = hopper.spare_registers = 0;
@@ -926,6 +1017,8 @@ inline int atomicExch(int* to, int value) {
     return before;
 }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline int __float_as_int(float x) { return static_cast<int>(twin::bits_of(x)); }
+inline float __int_as_float(int bits) { return twin::from_bits<float>(static_cast<unsigned>(bits)); }
 
 // ------------------------------------------------------------------------------------------------------- as hopper.cuh
 
@@ -979,6 +1072,9 @@ inline void copy_box(unsigned to, const TensorMap& tensor, unsigned barrier, int
     Description description;
     memcpy(&description, &tensor, sizeof description);
     if (to % 1024) fail("copies a box to offset %d of shared memory, which is not a multiple of 1024", place_of(to));
+    bool aligned = reinterpret_cast<uintptr_t>(description.data) % 16 == 0;
+    for (int i = 0; i < 3; ++i) aligned &= description.sizes[i + 1] == 1 || description.strides[i] % 16 == 0;
+    if (!aligned) fail("copies a box of a tensor whose address or strides are not multiples of 16 bytes");
     start(barrier, {to, description.rows * 128, nullptr, description, column, row, head, batch});
 }
 inline void copy_bytes(unsigned to, const void* from, int bytes, unsigned barrier) {
@@ -1094,11 +1190,59 @@ struct Product {
     static void shared(float (&d)[N / 2], unsigned long long a, unsigned long long b, bool add,
                        int line = __builtin_LINE()) {
         const twin::Brought mine{d, nullptr, a, b, add};
-        twin::meet(twin::PRODUCT, line, &mine, [](twin::Warp& warp) { twin::issue(warp, N, false, ROWS_A, ROWS_B); });
+        twin::meet(twin::PRODUCT, line, &mine,
+                   [](twin::Warp& warp) { twin::issue(warp, 16, N, false, ROWS_A, ROWS_B); });
     }
     template <int ROWS_B>
     static void registers(float (&d)[N / 2], const unsigned* a, unsigned long long b, int line = __builtin_LINE()) {
         const twin::Brought mine{d, a, 0, b, true};
-        twin::meet(twin::PRODUCT, line, &mine, [](twin::Warp& warp) { twin::issue(warp, N, true, false, ROWS_B); });
+        twin::meet(twin::PRODUCT, line, &mine, [](twin::Warp& warp) { twin::issue(warp, 16, N, true, false, ROWS_B); });
     }
 };
+
+// --------------------------------------------------------------------------------------------------------- as e4m3.cuh
+
+namespace twin {
+// Rounds to the nearest e4m3 number, ties to even. A number above 448 becomes 448.
+inline unsigned rounded_e4m3(float x) {
+    const unsigned bits = bits_of(used(x)), sign = bits >> 24 & 128, magnitude = bits & 0x7fffffffu;
+    if (x != x) return 127;
+    if (magnitude >= 0x43e00000u) return sign | 126;  // 448
+    if (magnitude < 0x3c800000u)  // 2^-6: the last place of the sum with 2^14 is e4m3's smallest number
+        return sign | (bits_of(from_bits<float>(magnitude) + 0x1p14f) & 15);
+    return sign | (((magnitude + 0x7ffffu + (magnitude >> 20 & 1)) >> 20) - (120 << 3));
+}
+}  // namespace twin
+inline unsigned pack_four(float a, float b, float c, float d) {
+    using twin::rounded_e4m3;
+    return rounded_e4m3(a) | rounded_e4m3(b) << 8 | rounded_e4m3(c) << 16 | rounded_e4m3(d) << 24;
+}
+template <int N>
+struct ProductE4m3 {
+    static void shared(float (&d)[N / 2], unsigned long long a, unsigned long long b, bool add,
+                       int line = __builtin_LINE()) {
+        const twin::Brought mine{d, nullptr, a, b, add};
+        twin::meet(twin::PRODUCT, line, &mine, [](twin::Warp& warp) { twin::issue(warp, 32, N, false, false, false); });
+    }
+    static void registers(float (&d)[N / 2], const unsigned* a, unsigned long long b, bool add,
+                          int line = __builtin_LINE()) {
+        const twin::Brought mine{d, a, 0, b, add};
+        twin::meet(twin::PRODUCT, line, &mine, [](twin::Warp& warp) { twin::issue(warp, 32, N, true, false, false); });
+    }
+};
+inline float load_float(unsigned from) {
+    twin::Unit& place = twin::number_at(from, "reads");
+    twin::check_read(place, from, false, "reads");
+    place.reads[twin::machine.warp] = twin::next_access();
+    float x;
+    memcpy(&x, twin::memory_at(from), sizeof x);
+    return x;
+}
+inline void store_float(unsigned to, float x) {
+    twin::Unit& place = twin::number_at(to, "writes");
+    twin::check_write(place, to, "writes");
+    place.writer = twin::machine.warp;
+    place.written = twin::next_access();
+    twin::used(x);
+    memcpy(twin::memory_at(to), &x, sizeof x);
+}

@@ -173,7 +173,8 @@ flash_cpu = Implementation(
 # Examples are causal masks with queries != keys (flash, whose own alignment is bottom-right) and a single key (cuDNN).
 #
 # The CUDA kernels do not claim unaligned tensors. For these, flash, and efficient in float32, end in a CUDA error
-# (misaligned address), and the process loses its device (pytorch#183484). cuDNN refuses the backward pass.
+# (misaligned address), and the process loses its device (pytorch#183484). flash does the same if only the rows of an
+# aligned tensor are unaligned, as in the first columns of a buffer with one more. cuDNN refuses the backward pass.
 flash = Implementation(
     name="sdpa.flash",
     attention=unit_stride(pinned(SDPBackend.FLASH_ATTENTION)),

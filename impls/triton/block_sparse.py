@@ -43,6 +43,7 @@ from flashproof.impls.triton.primitives import (
     device_function,
     head_dim,
     head_of,
+    in_fours,
     kernel,
     load_rows,
     missing,
@@ -129,7 +130,7 @@ def lists_launches(call: Call, of_keys: bool, *, mask: Tensor, lists: Lists) -> 
         "block_rows": lists.shape[2],
         "blocks": lists.shape[3] - 2,
     }
-    constants = {"OF_KEYS": of_keys, "CHUNK": 128, "UNIT": 1}
+    constants = {"OF_KEYS": of_keys, "CHUNK": 128}
     programs = lists.shape[:3].numel()
     yield Launch(lists_kernel, (programs,), arguments | sizes | constants, num_warps=4, num_stages=1)
 
@@ -164,7 +165,7 @@ def seen_blocks(
 @kernel
 def lists_kernel(
     mask, lists, mask_strides, heads, block_rows, blocks, queries, keys, offset,
-    OF_KEYS: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr,
+    OF_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Fills the list of one row of blocks.
 
@@ -236,22 +237,22 @@ def forward_kernel(
     magnitude, exponent_scale,  # |scale|, |scale| log2 e
     seed: tl.uint64, last_dropped: tl.uint32, kept_scale,  # dropout: seed, largest word that drops, 1 / (1 - p)
     DROPOUT: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr,
-    WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Computes the output and the LSE of one tile of QUERIES queries of one head.
 
-    query, out [batch, heads, queries, dim], key and value [batch, kv_heads, keys, dim] may have any strides.
+    query, out [batch, heads, queries, dim], key and value [batch, kv_heads, keys, dim] are `loadable`.
     lse [batch, heads, queries] is contiguous, in float32.
     lists: the result of `lists_of_keys`.
     """
-    dim = head_dim(dim, PADDED_DIM, PADDED, UNIT)
+    dim = head_dim(dim, PADDED_DIM, PADDED)
     # The last query tile runs first, because with a causal mask it has the most work.
     first_query, head, batch = place(queries, heads, QUERIES, True)
     query_at = first_query + tl.arange(0, QUERIES)
-    key = head_of(key, key_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
-    value = head_of(value, value_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
+    key = head_of(key, key_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE)
+    value = head_of(value, value_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE)
     # The shape of q is [QUERIES, PADDED_DIM].
-    q = load_rows(query, query_strides, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE, UNIT)
+    q = load_rows(query, query_strides, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE)
 
     blocks, full, end = list_at(lists, lists_strides, batch, head, first_query, KEYS)
     maximum = tl.full([QUERIES], -INFINITY, tl.float32)
@@ -267,7 +268,7 @@ def forward_kernel(
     o, row_lse = attended(accumulator, maximum, total, magnitude, kept_scale)
     lse += (wide(batch) * heads + head) * queries
     tl.store(lse + query_at, row_lse, mask=query_at < queries)
-    store_rows(out, out_strides, o, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE, UNIT)
+    store_rows(out, out_strides, o, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE)
 
 
 # ------------------------------------------------------------------------------------------------------------- backward
@@ -280,29 +281,29 @@ def dkey_dvalue_kernel(
     kv_heads, groups, queries, keys, dim, offset,
     scale, seed: tl.uint64, last_dropped: tl.uint32, kept_scale,
     DROPOUT: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr,
-    WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Computes dK and dV of one tile of KEYS keys of one key head.
 
     The gradients are summed over the queries of all query heads that share the key head.
 
-    query, dout [batch, heads, queries, dim] may have any strides.
-    key, value, dkey, dvalue [batch, kv_heads, keys, dim] may have any strides.
-    lse and delta [batch, heads, queries] are contiguous, in float32.
+    query, dout [batch, heads, queries, dim] are `loadable`.
+    key, value, dkey, dvalue [batch, kv_heads, keys, dim] are `loadable`.
+    lse and delta [batch, heads, queries] have heads that are `in_fours` apart, in float32.
     transposed: the result of `lists_of_queries`.
     """
-    dim = head_dim(dim, PADDED_DIM, PADDED, UNIT)
+    dim = head_dim(dim, PADDED_DIM, PADDED)
     first_key, kv_head, batch = place(keys, kv_heads, KEYS, False)
     # The shape of k and v is [KEYS, PADDED_DIM].
-    k = load_rows(key, key_strides, batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE, UNIT)
-    v = load_rows(value, value_strides, batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE, UNIT)
+    k = load_rows(key, key_strides, batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE)
+    v = load_rows(value, value_strides, batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE)
 
     dk = tl.full([KEYS, PADDED_DIM], 0.0, tl.float32)
     dv = tl.full([KEYS, PADDED_DIM], 0.0, tl.float32)
     for member in tl.range(groups):
         head = kv_head * groups + member
-        q_head = head_of(query, query_strides, batch, head, QUERIES, PADDED_DIM, WIDE, UNIT)
-        do_head = head_of(dout, dout_strides, batch, head, QUERIES, PADDED_DIM, WIDE, UNIT)
+        q_head = head_of(query, query_strides, batch, head, QUERIES, PADDED_DIM, WIDE)
+        do_head = head_of(dout, dout_strides, batch, head, QUERIES, PADDED_DIM, WIDE)
         row_lse = numbers_of(lse, batch * (kv_heads * groups) + head, queries)
         row_delta = numbers_of(delta, batch * (kv_heads * groups) + head, queries)
         blocks, full, end = list_at(transposed, transposed_strides, batch, head, first_key, QUERIES)
@@ -314,11 +315,11 @@ def dkey_dvalue_kernel(
             )  # fmt: skip
     store_rows(
         dkey, dkey_strides, dk * scale,
-        batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE, UNIT,
+        batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE,
     )  # fmt: skip
     store_rows(
         dvalue, dvalue_strides, dv * kept_scale,
-        batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE, UNIT,
+        batch, kv_head, first_key, keys, dim, KEYS, PADDED_DIM, PADDED, WIDE,
     )  # fmt: skip
 
 
@@ -329,23 +330,23 @@ def dquery_kernel(
     heads, groups, queries, keys, dim, offset,
     scale, seed: tl.uint64, last_dropped: tl.uint32, kept_scale,
     DROPOUT: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr,
-    WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Computes dQ of one tile of QUERIES queries of one head. The loops are those of the forward.
 
-    query, dout, dquery [batch, heads, queries, dim] and key, value [batch, kv_heads, keys, dim] may have any strides.
-    lse and delta [batch, heads, queries] are contiguous, in float32.
+    query, dout, dquery [batch, heads, queries, dim] and key, value [batch, kv_heads, keys, dim] are `loadable`.
+    lse and delta [batch, heads, queries] have heads that are `in_fours` apart, in float32.
     lists: the result of `lists_of_keys`.
     """
-    dim = head_dim(dim, PADDED_DIM, PADDED, UNIT)
+    dim = head_dim(dim, PADDED_DIM, PADDED)
     first_query, head, batch = place(queries, heads, QUERIES, True)
     query_at = first_query + tl.arange(0, QUERIES)
-    key = head_of(key, key_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
-    value = head_of(value, value_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE, UNIT)
+    key = head_of(key, key_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE)
+    value = head_of(value, value_strides, batch, head // groups, KEYS, PADDED_DIM, WIDE)
     # The shape of q and do is [QUERIES, PADDED_DIM].
-    q = load_rows(query, query_strides, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE, UNIT)
-    do = load_rows(dout, dout_strides, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE, UNIT)
-    first_row = (wide(batch) * heads + head) * queries
+    q = load_rows(query, query_strides, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE)
+    do = load_rows(dout, dout_strides, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE)
+    first_row = (wide(batch) * heads + head) * in_fours(queries)
     row_lse = tl.load(lse + first_row + query_at, mask=query_at < queries, other=INFINITY)
     row_delta = tl.load(delta + first_row + query_at, mask=query_at < queries, other=0.0)
 
@@ -359,7 +360,7 @@ def dquery_kernel(
         )  # fmt: skip
     store_rows(
         dquery, dquery_strides, dq * scale,
-        batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE, UNIT,
+        batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE,
     )  # fmt: skip
 
 

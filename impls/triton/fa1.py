@@ -51,6 +51,7 @@ from flashproof.impls.triton.primitives import (
     Scale,
     call_arguments,
     contiguous_tile_at,
+    cropped,
     device_function,
     dot,
     head_dim,
@@ -59,6 +60,7 @@ from flashproof.impls.triton.primitives import (
     load_tile,
     missing,
     padded_dim,
+    room_for,
     rounded,
     seen_keys,
     slow,
@@ -124,14 +126,14 @@ def forward_kernel(
     sign, exponent_scale,
     seed: tl.uint64, last_dropped: tl.uint32, kept_scale,  # dropout: seed, largest word that drops, 1 / (1 - p)
     DROPOUT: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr,
-    WIDE: tl.constexpr, UNIT: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    WIDE: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 1 for one batch and one query head.
 
-    query [batch, heads, queries, dim], key and value [batch, kv_heads, keys, dim] may have any strides.
+    query [batch, heads, queries, dim], key and value [batch, kv_heads, keys, dim] are `loadable`.
     out [batch, heads, queries, dim], row_max and row_sum [batch, heads, queries] hold the state of the rows.
     """
-    dim = head_dim(dim, PADDED_DIM, PADDED, UNIT)
+    dim = head_dim(dim, PADDED_DIM, PADDED)
     program = this_program()  # batch * heads + head
     batch, head = program // heads, program % heads
     first_row = wide(program) * queries
@@ -142,8 +144,8 @@ def forward_kernel(
     # The last query sees the most keys.
     for first_key in range(0, seen_keys(queries - 1, keys, offset), KEY_TILE):
         columns = first_key + tl.arange(0, KEY_TILE)
-        k_tile = tile_at(key, key_strides, batch, head // groups, first_key, KEY_TILE, PADDED_DIM, WIDE, UNIT)
-        v_tile = tile_at(value, value_strides, batch, head // groups, first_key, KEY_TILE, PADDED_DIM, WIDE, UNIT)
+        k_tile = tile_at(key, key_strides, batch, head // groups, first_key, KEY_TILE, PADDED_DIM, WIDE)
+        v_tile = tile_at(value, value_strides, batch, head // groups, first_key, KEY_TILE, PADDED_DIM, WIDE)
         k = load_tile(k_tile, first_key, keys, dim, KEY_TILE, PADDED_DIM, PADDED, True)  # [keys, dim]
         v = load_tile(v_tile, first_key, keys, dim, KEY_TILE, PADDED_DIM, PADDED, True)
 
@@ -151,7 +153,7 @@ def forward_kernel(
         first_seeing = tl.maximum(first_key - offset, 0) // QUERY_TILE * QUERY_TILE
         for first_query in range(first_seeing, queries, QUERY_TILE):
             rows = first_query + tl.arange(0, QUERY_TILE)
-            q_tile = tile_at(query, query_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE, UNIT)
+            q_tile = tile_at(query, query_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE)
             q = load_tile(q_tile, first_query, queries, dim, QUERY_TILE, PADDED_DIM, PADDED, True)  # [queries, dim]
             old_max = tl.load(row_max + rows, mask=rows < queries, other=-INFINITY)  # [queries]
             old_sum = tl.load(row_sum + rows, mask=rows < queries, other=0.0)
@@ -196,15 +198,15 @@ def backward_kernel(
     scale, sign, exponent_scale,
     seed: tl.uint64, last_dropped: tl.uint32, kept_scale,  # dropout: seed, largest word that drops, 1 / (1 - p)
     DROPOUT: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr,
-    WIDE: tl.constexpr, UNIT: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    WIDE: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 4 for one batch and one key head.
 
-    query, dout [batch, heads, queries, dim], key and value [batch, kv_heads, keys, dim] may have any strides.
+    query, dout [batch, heads, queries, dim], key and value [batch, kv_heads, keys, dim] are `loadable`.
     out, dquery [batch, heads, queries, dim], row_max, row_sum [batch, heads, queries].
     dkey, dvalue [batch, kv_heads, keys, dim].
     """
-    dim = head_dim(dim, PADDED_DIM, PADDED, UNIT)
+    dim = head_dim(dim, PADDED_DIM, PADDED)
     program = this_program()  # batch * kv_heads + kv_head
     batch, kv_head = program // kv_heads, program % kv_heads
     dkey += wide(program) * keys * dim
@@ -212,8 +214,8 @@ def backward_kernel(
 
     for first_key in range(0, keys, KEY_TILE):
         columns = first_key + tl.arange(0, KEY_TILE)
-        k_tile = tile_at(key, key_strides, batch, kv_head, first_key, KEY_TILE, PADDED_DIM, WIDE, UNIT)
-        v_tile = tile_at(value, value_strides, batch, kv_head, first_key, KEY_TILE, PADDED_DIM, WIDE, UNIT)
+        k_tile = tile_at(key, key_strides, batch, kv_head, first_key, KEY_TILE, PADDED_DIM, WIDE)
+        v_tile = tile_at(value, value_strides, batch, kv_head, first_key, KEY_TILE, PADDED_DIM, WIDE)
         k = load_tile(k_tile, first_key, keys, dim, KEY_TILE, PADDED_DIM, PADDED, True)  # [keys, dim]
         v = load_tile(v_tile, first_key, keys, dim, KEY_TILE, PADDED_DIM, PADDED, True)
         dk = tl.zeros([KEY_TILE, PADDED_DIM], tl.float32)
@@ -225,8 +227,8 @@ def backward_kernel(
             first_row = (wide(program) * groups + member) * queries
             for first_query in range(first_seeing, queries, QUERY_TILE):
                 rows = first_query + tl.arange(0, QUERY_TILE)
-                q_tile = tile_at(query, query_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE, UNIT)
-                do_tile = tile_at(dout, dout_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE, UNIT)
+                q_tile = tile_at(query, query_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE)
+                do_tile = tile_at(dout, dout_strides, batch, head, first_query, QUERY_TILE, PADDED_DIM, WIDE)
                 o_tile = contiguous_tile_at(out + first_row * dim, first_query, dim, QUERY_TILE, PADDED_DIM)
                 q = load_tile(q_tile, first_query, queries, dim, QUERY_TILE, PADDED_DIM, PADDED, True)  # [queries, dim]
                 do = load_tile(do_tile, first_query, queries, dim, QUERY_TILE, PADDED_DIM, PADDED, True)
@@ -283,13 +285,13 @@ class Forward(NamedTuple):
 def forward(query: Queries, key: Keys, value: Keys, call: Call, tile: Tiles) -> Forward:
     """Runs Algorithm 1 with tiles of the given sizes. Raises ValueError if the scale is beyond float32."""
     rows = (call.batch, call.heads, call.queries)
-    out = torch.zeros((*rows, call.dim), dtype=torch.float32, device=query.device)
+    out = room_for(query, torch.float32).zero_()
     row_max = torch.full(rows, -math.inf, dtype=torch.float32, device=query.device)
     row_sum = torch.zeros(rows, dtype=torch.float32, device=query.device)
     state = {"out": out, "row_max": row_max, "row_sum": row_sum}
     seed = call.dropout_seed
     launch(forward_launches, call.unseeded, tile, query=query, key=key, value=value, seed=seed, **state)
-    return Forward(out.to(query.dtype), row_max, row_sum)
+    return Forward(cropped(out, call.dim).to(query.dtype), row_max, row_sum)
 
 
 def forward_launches(
@@ -305,12 +307,12 @@ def backward(
     query: Queries, key: Keys, value: Keys, dout: Queries, saved: Forward, call: Call, tile: Tiles
 ) -> tuple[Queries, Keys, Keys]:
     """Runs Algorithm 4 with tiles of the given sizes. Returns the gradients of query, key and value, in their dtype."""
-    dquery = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-    dkey = torch.empty(key.shape, dtype=key.dtype, device=key.device)
-    dvalue = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    dquery = room_for(query, torch.float32).zero_()
+    dkey, dvalue = room_for(key), room_for(value)
     read = {"query": query, "key": key, "value": value, "dout": dout, **saved._asdict()}
     written = {"dquery": dquery, "dkey": dkey, "dvalue": dvalue}
     launch(backward_launches, call.unseeded, tile, **read, **written, seed=call.dropout_seed)
+    dquery, dkey, dvalue = (cropped(gradient, call.dim) for gradient in (dquery, dkey, dvalue))
     return dquery.to(query.dtype), dkey, dvalue
 
 

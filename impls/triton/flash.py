@@ -24,7 +24,9 @@ from flashproof.impls.triton.primitives import (
     as_argument,
     call_arguments,
     chip_of,
+    cropped,
     padded_dim,
+    room_for,
     with_descriptors,
     with_strides,
 )
@@ -132,8 +134,8 @@ def forward(
     The kernel has no sign of the scale. Few calls need one, and even a product by 1 makes the kernel slower: on sm_90,
     it keeps the queries in registers. For these calls, the kernel gets queries that are multiplied by the sign here.
     """
-    out, lse = _like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
     sign = Scale.of(call.scale).sign
+    out, lse = room_for(query), query.new_empty(query.shape[:3], dtype=torch.float32)
     launch(
         forward_launches,
         *(kernels, choose, call.unseeded),
@@ -145,7 +147,7 @@ def forward(
         seed=call.dropout_seed,
         **visits,
     )
-    return out, lse
+    return cropped(out, call.dim), lse
 
 
 def forward_launches(
@@ -165,7 +167,7 @@ def forward_launches(
     tile = choose(query.dtype, call.dim, call.dropout_p > 0.0, chip_of(query)).forward
     scale = Scale.of(call.scale)
     scales = {"magnitude": scale.magnitude, "exponent_scale": scale.exponent}
-    arguments = with_strides(query=query, key=key, value=value, out=out) | {"lse": lse, "heads": call.heads} | scales
+    arguments = _with_strides(query=query, key=key, value=value, out=out) | {"lse": lse, "heads": call.heads} | scales
     programs = triton.cdiv(call.queries, tile.queries) * call.heads * call.batch
     yield _launch(kernels.forward, tile, call, programs, arguments | {"seed": seed}, visits)
 
@@ -188,12 +190,18 @@ def backward(
     needed: whether the gradients of query, key and value are needed. dkey and dvalue are always computed together.
     dout, query, out, dquery: [batch, heads, queries, dim]. lse: [batch, heads, queries].
     key, value, dkey, dvalue: [batch, kv_heads, keys, dim].
+
+    The kernels get the LSE and delta with heads that are a multiple of four rows apart, because a copy unit takes rows
+    of 16 bytes.
     """
+    delta = torch.empty_like(lse)
+    if rest := -call.queries % 4:
+        lse, delta = (torch.nn.functional.pad(rows, (0, rest))[:, :, : call.queries] for rows in (lse, delta))
     of_query, of_key = {}, {}
     if needed[0]:
-        of_query = {"dquery": _like(query)}
+        of_query = {"dquery": room_for(query)}
     if needed[1] or needed[2]:
-        of_key = {"dkey": _like(key), "dvalue": _like(value)}
+        of_key = {"dkey": room_for(key), "dvalue": room_for(value)}
     launch(
         backward_launches,
         *(kernels, choose, call.unseeded),
@@ -203,11 +211,12 @@ def backward(
         dout=dout,
         out=out,
         lse=lse,
-        delta=torch.empty_like(lse),
+        delta=delta,
         seed=call.dropout_seed,
         **(of_query | of_key | visits),
     )
-    return of_query.get("dquery"), of_key.get("dkey"), of_key.get("dvalue")
+    gradients = {name: cropped(gradient, call.dim) for name, gradient in (of_query | of_key).items()}
+    return gradients.get("dquery"), gradients.get("dkey"), gradients.get("dvalue")
 
 
 def backward_launches(
@@ -235,7 +244,7 @@ def backward_launches(
     """
     # In the interpreter, a program takes the same time whatever its size.
     rows = 128 if INTERPRETED.value else 16
-    arguments = with_strides(out=out, dout=dout) | {"delta": delta, "heads": call.heads, "queries": call.queries}
+    arguments = _with_strides(out=out, dout=dout) | {"delta": delta, "heads": call.heads, "queries": call.queries}
     programs = triton.cdiv(call.queries, rows) * call.heads * call.batch
     yield Launch(delta_kernel, (programs,), arguments | {"QUERIES": rows}, num_warps=4, num_stages=1)
 
@@ -243,19 +252,22 @@ def backward_launches(
     read = {"query": query, "key": key, "value": value, "dout": dout}
     alike = {"lse": lse, "delta": delta, "scale": call.scale, "seed": seed}
     if dkey is not None and dvalue is not None:
-        arguments = with_strides(**read, dkey=dkey, dvalue=dvalue) | alike | {"kv_heads": call.kv_heads}
+        arguments = _with_strides(**read, dkey=dkey, dvalue=dvalue) | alike | {"kv_heads": call.kv_heads}
         programs = triton.cdiv(call.keys, tiles.dkey_dvalue.keys) * call.kv_heads * call.batch
         numbers = ("lse", "delta")
         yield _launch(kernels.dkey_dvalue, tiles.dkey_dvalue, call, programs, arguments, visits, numbers)
     if dquery is not None:
-        arguments = with_strides(**read, dquery=dquery) | alike | {"heads": call.heads}
+        arguments = _with_strides(**read, dquery=dquery) | alike | {"heads": call.heads}
         programs = triton.cdiv(call.queries, tiles.dquery.queries) * call.heads * call.batch
         yield _launch(kernels.dquery, tiles.dquery, call, programs, arguments, visits)
 
 
-def _like(tensor: Tensor) -> Tensor:
-    """Returns room for a contiguous tensor of the same shape and dtype."""
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+def _with_strides(**tensors: Tensor) -> dict[str, Any]:
+    """Returns what `with_strides` returns. On a GPU, PADDED is always true: a kernel serves all head dims of its tiles.
+
+    To compare columns with the head dim takes no time there. In the interpreter it does, and nothing is compiled.
+    """
+    return with_strides(**tensors) | ({} if INTERPRETED.value else {"PADDED": True})
 
 
 def _launch(

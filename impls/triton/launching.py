@@ -22,7 +22,7 @@ from triton.runtime.interpreter import interpreter_builder
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashproof.impls.triton import interpreting
-from flashproof.impls.triton.primitives import INTERPRETED
+from flashproof.impls.triton.primitives import INTERPRETED, loadable
 
 
 @dataclass(frozen=True)
@@ -121,38 +121,50 @@ def _compiled(launch: Launch, device: torch.device) -> Callable[..., object]:
         return partial(launch.kernel[launch.grid], **launch.options)
     if device.type != "cuda":
         raise RuntimeError(f"Triton: compiled for a GPU, not for a tensor on {device}; set TRITON_INTERPRET=1 for that")
-    kernel = launch.kernel if launch.arguments["UNIT"] > 1 else launch.kernel.unaligned
     with _on(device):
-        compiled = kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
+        compiled = launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
         start: Callable[..., object] = compiled[(*launch.grid, 1, 1)]
     return start
 
 
-_PLANS: dict[Hashable, list[Plan]] = {}
+_PLANS: dict[Hashable, tuple[list[str], list[Plan]]] = {}  # the names of tensors that are copied first, and the plans
 _MOST = 4096  # entries that are kept; one takes a few kilobytes
+
+
+_LOADED = ("query", "key", "value", "out", "dout")  # the tensors that kernels load in units: see `loadable`
 
 
 def launch(describe: Callable[..., Iterable[Launch]], *options: Hashable, **given: Tensor | int) -> None:
     """Starts the launches `describe(*options, **given)`, one after the other.
 
     The kernels get the tensors and numbers in `given` under their names. The description may depend on the options, on
-    the form of each tensor, and on nothing else.
+    the form of each tensor, and on nothing else. A tensor that kernels cannot load in units is replaced by a copy.
     """
     tensors = [argument for argument in given.values() if isinstance(argument, Tensor)]
     key = describe, options, *map(_form, tensors)
-    plans = _PLANS.get(key)
-    if plans is not None:
+    known = _PLANS.get(key)
+    if known is not None:
+        copied, plans = known
+        if copied:
+            given |= _loadable(given, copied)
         with _on(tensors[0].device):
             for plan in plans:
                 plan.run(given)
         return
     if len(_PLANS) >= _MOST:
         _PLANS.clear()
-    _PLANS[key] = [each.run() for each in describe(*options, **given)]
+    ready = _loadable(given, _LOADED)
+    copied = [name for name, tensor in ready.items() if tensor is not given[name]]
+    _PLANS[key] = copied, [each.run() for each in describe(*options, **given | ready)]
+
+
+def _loadable(given: Mapping[str, Tensor | int], names: Iterable[str]) -> dict[str, Tensor]:
+    """Returns those of the tensors that are given, in a form that kernels can load in units."""
+    return {name: loadable(tensor) for name in names if isinstance(tensor := given.get(name), Tensor)}
 
 
 def _form(tensor: Tensor) -> Hashable:
-    """Returns everything of a tensor but its address. Kernels are compiled for addresses that 16 divides, or not."""
+    """Returns everything of a tensor but its address. A tensor at an address that 16 does not divide is copied."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0
 
 

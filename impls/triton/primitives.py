@@ -41,12 +41,12 @@ def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # By default, Triton compiles a kernel again for a size or a stride of 1, and for a size, a stride or an address that 16
-# divides. Loads gain only if all tensors are aligned, which one constant, UNIT, states. `kernel` therefore excludes
-# _SIZES from these rules, and _TENSORS from the rule about addresses where UNIT is 1. Strides are in tuples, which
-# Triton excludes from no rule. `as_argument` therefore makes numbers of them to which the rules do not apply.
+# divides. Loads gain only if all tensors are aligned, and `loadable` sees to that. `kernel` therefore excludes _SIZES
+# from these rules, and the block mask, whose address may be any. Strides are in tuples, which Triton excludes from no
+# rule. `as_argument` therefore makes numbers of them to which the rules do not apply.
 _PLACES = ("heads", "kv_heads", "groups", "queries", "keys", "dim", "offset", "block_rows", "blocks")
-_TENSORS = ("query", "key", "value", "out", "dout", "dquery", "dkey", "dvalue", "mask")
-_STRIDES = tuple(f"{name}_strides" for name in (*_TENSORS, "lists", "transposed"))
+_TENSORS = ("query", "key", "value", "out", "dout", "dquery", "dkey", "dvalue", "mask", "lists", "transposed")
+_STRIDES = tuple(f"{name}_strides" for name in _TENSORS)
 _SIZES = (*_PLACES, "seed", "last_dropped")
 
 
@@ -60,12 +60,8 @@ def kernel(function: Callable[..., Any], *, and_for: tuple[str, ...] = ()) -> An
     number into an array, and the sum of two such numbers into a call.
     """
     unlike = [size for size in _SIZES if size not in and_for]
-    compiled = triton.jit(function, do_not_specialize=unlike, do_not_specialize_on_alignment=and_for)
-    if not INTERPRETED.value:
-        compiled.unaligned = triton.jit(
-            function, do_not_specialize=unlike, do_not_specialize_on_alignment=(*and_for, *_TENSORS)
-        )
-    else:
+    compiled = triton.jit(function, do_not_specialize=unlike, do_not_specialize_on_alignment=(*and_for, "mask"))
+    if INTERPRETED.value:
         compiled.rewrite().__annotations__.update(dict.fromkeys((*_PLACES, *_STRIDES), tl.constexpr))
     return compiled
 
@@ -143,12 +139,18 @@ def seen_keys(query, keys, offset):
 
 
 @device_function
-def head_dim(dim, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, UNIT: tl.constexpr):
-    """Returns the head dim in elements. Kernels get it in units, so that the compiler knows that UNIT divides it.
+def elements(units):
+    """Returns how many elements are in some units of 8 elements. So the compiler knows that 8 divides the number."""
+    return units * 8
 
-    PADDED means that it is smaller than PADDED_DIM. Otherwise, it is a constant.
+
+@device_function
+def head_dim(dim, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Returns the head dim in elements. Kernels get it in units.
+
+    PADDED means that it may be smaller than PADDED_DIM. Otherwise, it is PADDED_DIM, a constant.
     """
-    return dim * UNIT if PADDED else PADDED_DIM
+    return elements(dim) if PADDED else PADDED_DIM
 
 
 @device_function
@@ -160,28 +162,27 @@ def stride_of(number):
 @device_function
 def head_of(
     pointer, strides, batch, head,
-    LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
+    LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Returns the location of one head of a [batch, heads, length, dim] tensor, in three parts.
 
-    For a descriptor, the parts are the descriptor, the batch entry and the head.
+    For a descriptor, the parts are the descriptor, the batch entry and the head. If all batch entries or all heads are
+    in the same memory, the descriptor has one of them.
 
     For a pointer, the parts are the start of the head, the offsets of a tile [LENGTH, PADDED_DIM], and the stride from
     row to row. The tile whose first row is r is at start + r stride + offsets. The first two terms have 64 bits. The
     offsets have 32 bits unless WIDE, because offsets of 64 bits cost registers.
     """
     if isinstance(pointer, tl.tensor_descriptor):
-        location = pointer, batch, head
+        location = pointer, batch * (stride_of(strides[0]) != 0), head * (stride_of(strides[1]) != 0)
     else:
-        row_stride = stride_of(strides[2]) * UNIT
-        start = pointer + (wide(batch) * (stride_of(strides[0]) * UNIT) + wide(head) * (stride_of(strides[1]) * UNIT))
+        row_stride = elements(stride_of(strides[2]))
+        start = pointer + (wide(batch) * elements(stride_of(strides[0])) + wide(head) * elements(stride_of(strides[1])))
         row = tl.arange(0, LENGTH)[:, None]
         column = tl.arange(0, PADDED_DIM)[None, :]
         if WIDE:
             row = row.to(tl.int64)
             column = column.to(tl.int64)
-        if UNIT == 1:
-            column = column * stride_of(strides[3])
         location = start, row * row_stride + column, wide(row_stride)
     return location
 
@@ -189,10 +190,10 @@ def head_of(
 @device_function
 def tile_at(
     pointer, strides, batch, head, row,
-    LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
+    LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Returns pointers to the tile [LENGTH, PADDED_DIM] that starts at `row` of one head."""
-    return tile_of(head_of(pointer, strides, batch, head, LENGTH, PADDED_DIM, WIDE, UNIT), row)
+    return tile_of(head_of(pointer, strides, batch, head, LENGTH, PADDED_DIM, WIDE), row)
 
 
 @device_function
@@ -222,12 +223,24 @@ def load_at(head, row, rows, dim, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr
 
 
 @device_function
+def in_fours(rows):
+    """Returns how far apart in memory the numbers of two heads are, if each of the `rows` rows of a head has a number.
+
+    It is a multiple of four, because a copy unit takes rows of 16 bytes.
+    """
+    return (rows + 3) // 4 * 4
+
+
+@device_function
 def numbers_of(numbers, index, rows):
     """Returns the location of the numbers of one head, of which each of its `rows` rows has one.
 
     index: the place of the head among all heads of all batch entries.
     """
-    return (numbers, index) if isinstance(numbers, tl.tensor_descriptor) else (numbers + wide(index) * rows, index)
+    location = numbers, index
+    if not isinstance(numbers, tl.tensor_descriptor):
+        location = numbers + wide(index) * in_fours(rows), index
+    return location
 
 
 @device_function
@@ -280,11 +293,11 @@ def store_tile(
 @device_function
 def load_rows(
     pointer, strides, batch, head, row, rows,
-    dim, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
+    dim, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Loads the tile [LENGTH, PADDED_DIM] that starts at `row` of one head. Each head has `rows` rows."""
     return load_at(
-        head_of(pointer, strides, batch, head, LENGTH, PADDED_DIM, WIDE, UNIT),
+        head_of(pointer, strides, batch, head, LENGTH, PADDED_DIM, WIDE),
         row, rows, dim, LENGTH, PADDED_DIM, PADDED,
     )  # fmt: skip
 
@@ -292,11 +305,11 @@ def load_rows(
 @device_function
 def store_rows(
     pointer, strides, tile, batch, head, row, rows,
-    dim, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
+    dim, LENGTH: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Rounds a float32 tile and stores it to the place from which `load_rows` would load it."""
     store_tile(
-        tile_at(pointer, strides, batch, head, row, LENGTH, PADDED_DIM, WIDE, UNIT),
+        tile_at(pointer, strides, batch, head, row, LENGTH, PADDED_DIM, WIDE),
         tile, row, rows, dim, LENGTH, PADDED_DIM, PADDED,
     )  # fmt: skip
 
@@ -387,31 +400,58 @@ def as_argument(stride: int) -> int:
     return 2 * stride + 3
 
 
-def with_strides(**tensors: Tensor) -> dict[str, Any]:
-    """Returns the kernel arguments for tensors with any strides, which have the same head dim.
+UNIT = 8  # kernels load as many elements at a time: 16 bytes of a 16-bit tensor
 
-    Each tensor is passed under its name, and its strides as `<name>_strides`, in the form that `as_argument` returns.
 
-    UNIT is the unit in which the head dim and all strides except the last are counted. It is 8 elements if a GPU can
-    load 16 bytes at a time from every tensor: 16 divides the addresses, 8 divides the head dim and these strides, and
-    the columns are contiguous. Otherwise it is 1 element. WIDE says that an offset inside a tile, which has at most 256
-    rows and columns, may need more than 32 bits.
+def loadable(tensor: Tensor) -> Tensor:
+    """Returns a tensor [batch, heads, length, dim] in a form that kernels load fast: UNIT elements at a time.
+
+    16 divides its address, UNIT divides its head dim and all strides except the last, its columns are contiguous, and
+    each row has its own memory. A copy unit takes strides below 2^40 bytes. A tensor of another form is copied. Zeros
+    fill up its head dim.
+
+    Kernels that load single elements would need no copy, but they take several times as long, and more kernels would
+    have to be compiled.
     """
-    strides = {name: tensor.stride() for name, tensor in tensors.items()}
+    batch, head, row, column = tensor.stride()
+    dim = tensor.shape[3]
+    is_in_units = column == 1 and row > 0 and not (dim | batch | head | row) % UNIT and not tensor.data_ptr() % 16
+    if is_in_units and max(batch, head, row) < 2**40 // 4:
+        return tensor
+    rest = -dim % UNIT
+    copy = torch.nn.functional.pad(tensor, (0, rest)) if rest else tensor.clone(memory_format=torch.contiguous_format)
+    return copy.contiguous()
+
+
+def room_for(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns room for a result of the shape of an input, contiguous and `loadable`."""
+    dim = tensor.shape[3]
+    if dim % UNIT == 0:
+        return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+    return tensor.new_empty((*tensor.shape[:3], triton.cdiv(dim, UNIT) * UNIT), dtype=dtype)
+
+
+def cropped(result: Tensor, dim: int) -> Tensor:
+    """Returns a result, in the room that `room_for` made, without the columns past the head dim."""
+    return result if dim % UNIT == 0 else result[..., :dim].contiguous()
+
+
+def with_strides(**tensors: Tensor) -> dict[str, Any]:
+    """Returns the kernel arguments for `loadable` tensors, which have the same head dim.
+
+    Each tensor is passed under its name. Its strides except the last, which is 1, are passed as `<name>_strides`, in
+    the form that `as_argument` returns. The head dim and these strides are counted in units. WIDE says that an offset
+    inside a tile, which has at most 256 rows and columns, may need more than 32 bits.
+    """
+    strides = {name: tensor.stride()[:3] for name, tensor in tensors.items()}
     dim = next(iter(tensors.values())).shape[3]
-    aligned = dim % 8 == 0 and all(
-        tensor.data_ptr() % 16 == 0 and tensor.stride(3) == 1 and not any(stride % 8 for stride in tensor.stride()[:3])
-        for tensor in tensors.values()
-    )
-    unit = 8 if aligned else 1
-    wide = any(256 * (row + column) >= 2**31 for _, _, row, column in strides.values())
+    wide = any(256 * (row + 1) >= 2**31 for _, _, row in strides.values())
     counted = {
-        f"{name}_strides": tuple(map(as_argument, (batch // unit, head // unit, row // unit, column)))
-        for name, (batch, head, row, column) in strides.items()
+        f"{name}_strides": tuple(as_argument(stride // UNIT) for stride in each) for name, each in strides.items()
     }
     padded = padded_dim(dim)
-    constants = {"PADDED_DIM": padded, "PADDED": dim != padded, "WIDE": wide, "UNIT": unit}
-    return tensors | counted | {"dim": dim // unit} | constants
+    constants = {"PADDED_DIM": padded, "PADDED": dim != padded, "WIDE": wide}
+    return tensors | counted | {"dim": dim // UNIT} | constants
 
 
 Chip = Literal["interpreter", "hopper", "other"]
@@ -426,42 +466,35 @@ def chip_of(tensor: Tensor) -> Chip:
 
 
 def with_descriptors(arguments: dict[str, Any], rows: Mapping[str, int]) -> dict[str, Any]:
-    """Replaces the tensors of a launch that a loop reads by descriptors, if the copy unit of a Hopper GPU takes them.
+    """Replaces the tensors of a launch that a loop reads by descriptors, if a Hopper GPU and its copy unit read them.
 
     Through a descriptor, one thread starts the copy of a whole tile to shared memory. The other threads compute no
     addresses. This saves registers and instructions.
 
     rows: the rows of a tile by the name of the tensor, [batch, heads, length, dim] or [batch, heads, length].
 
-    The copy unit takes 16-byte units (UNIT), and no stride of 0. If it does not take one of the tensors, the kernel
-    gets pointers to all of them. In the interpreter, 16-bit tensors take this way too, so that the checks cover it.
+    In the interpreter, 16-bit tensors take this way too, so that the checks cover it.
     """
-    tensors = [arguments[name] for name in rows]
-    taken = (
-        arguments["UNIT"] > 1
-        and arguments["query"].dtype.itemsize == 2
-        and chip_of(arguments["query"]) != "other"
-        and all(0 < stride < _FARTHEST for tensor in tensors for stride in tensor.stride())
-        and all(tensor.shape[2] % 4 == 0 for tensor in tensors if tensor.ndim == 3)
-    )
-    if not taken:
+    query = arguments["query"]
+    if query.dtype.itemsize > 2 or chip_of(query) == "other":
         return arguments
-    return arguments | {name: _descriptor(arguments[name], length) for name, length in rows.items()}
+    dim = arguments["PADDED_DIM"]
+    return arguments | {name: _descriptor(arguments[name], length, dim) for name, length in rows.items()}
 
 
-# A copy unit takes strides below 2^40 bytes.
-_FARTHEST = 2**40 // 2
+def _descriptor(tensor: Tensor, rows: int, dim: int) -> TensorDescriptor:
+    """Returns a descriptor of tiles of `rows` rows and `dim` columns.
 
+    The tensor is [batch, heads, length, dim], or [batch, heads, length] with heads that are `in_fours` apart.
 
-def _descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """Returns a descriptor of tiles of `rows` rows.
-
-    The tensor is [batch, heads, length, dim], or [batch, heads, length] and contiguous.
+    A copy unit takes no stride of 0. If all batch entries or all heads are in the same memory, the descriptor has one.
     """
     if tensor.ndim == 3:
-        tensor = tensor.view(-1, tensor.shape[2])
-        return TensorDescriptor.from_tensor(tensor, [1, rows])
-    return TensorDescriptor.from_tensor(tensor, [1, 1, rows, padded_dim(tensor.shape[3])])
+        batch, heads, length = tensor.shape
+        return TensorDescriptor(tensor, [batch * heads, length], [4 * triton.cdiv(length, 4), 1], [1, rows])
+    shape = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    strides = [stride or UNIT for stride in tensor.stride()]
+    return TensorDescriptor(tensor, shape, strides, [1, 1, rows, dim])
 
 
 # A tile has at most 128 keys, so its last key is less than 128 keys past the end. With this much more than all keys as

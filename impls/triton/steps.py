@@ -27,6 +27,7 @@ from flashproof.impls.triton.primitives import (
     device_function,
     dot,
     head_dim,
+    in_fours,
     kept,
     kernel,
     load_at,
@@ -96,19 +97,19 @@ def delta_kernel(
     out, dout, delta,
     out_strides, dout_strides,
     heads, queries, dim,
-    PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, QUERIES: tl.constexpr,
+    PADDED_DIM: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Computes delta = rowsum(dO o O) in float32, for QUERIES queries of one head. dO has its own strides."""
-    dim = head_dim(dim, PADDED_DIM, PADDED, UNIT)
+    dim = head_dim(dim, PADDED_DIM, PADDED)
     first_query, head, batch = place(queries, heads, QUERIES, False)
     query_at = first_query + tl.arange(0, QUERIES)
     o = load_rows(
-        out, out_strides, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE, UNIT,
+        out, out_strides, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE,
     ).to(tl.float32)  # fmt: skip
     do = load_rows(
-        dout, dout_strides, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE, UNIT,
+        dout, dout_strides, batch, head, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED, WIDE,
     ).to(tl.float32)  # fmt: skip
-    delta += (wide(batch) * heads + head) * queries
+    delta += (wide(batch) * heads + head) * in_fours(queries)
     tl.store(delta + query_at, tl.sum(o * do, 1), mask=query_at < queries)
 
 

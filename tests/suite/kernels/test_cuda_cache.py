@@ -100,6 +100,22 @@ def test_the_twin_is_no_source_of_a_kernel_on_a_gpu(tmp_path: Path, monkeypatch:
     assert [one == other for one, other in zip(before, after, strict=True)] == [True, False] * 2
 
 
+def test_lines_for_the_twin_are_no_source_of_a_kernel_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's compiler reads nothing from these lines: it has no TWIN, and EXPORT is empty."""
+    shutil.copytree(launching.FOLDER, tmp_path / "cuda")
+    monkeypatch.setattr(launching, "FOLDER", tmp_path / "cuda")
+    before = [launching._name("fa3_fp8.cu", twin=twin) for twin in (False, True)]
+    found = []
+    for path in (tmp_path / "cuda").glob("*.cu*"):
+        text = path.read_bytes()
+        found += launching.FOR_THE_TWIN.findall(text)
+        path.write_bytes(launching.FOR_THE_TWIN.sub(b"", text))
+    assert found
+    assert {line.split(b"  //")[0] for line in found} <= {b"#ifndef TWIN", b"#endif", b"EXPORT(quantise)"}
+    after = [launching._name("fa3_fp8.cu", twin=twin) for twin in (False, True)]
+    assert [one == other for one, other in zip(before, after, strict=True)] == [True, False]
+
+
 def test_what_triton_says_is_asked_for_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gates of the Triton kernels ask only once, too."""
     jobs = [compiling.Job("triton.fa2", target, "float16", 64, causal=True) for target in ("sm_80", "sm_90")]
@@ -275,12 +291,12 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
         pytest.skip(reason)
     found: list[Launch] = []
     x = torch.zeros(1, 1, 8, 8, dtype=torch.float16)
+    gpu(monkeypatch, "NVIDIA H100", (9, 0), 232448)
     with (
         mock.patch.object(Launch, "run", autospec=True, side_effect=found.append),
         mock.patch.object(launching, "on_twin", return_value=False),
     ):
         catalogue.load("cuda.fa2").attention(x, x, x)
-    gpu(monkeypatch, "NVIDIA H100", (9, 0), 232448)
     return found[0]
 
 

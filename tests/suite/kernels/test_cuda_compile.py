@@ -51,6 +51,7 @@ from flashproof.tests.suite.kernels.compiling import SHARED_LIMIT
 
 # Each target of the compiler, with the chip whose shared memory the kernels must fit.
 TARGETS = {"sm_80": "sm_80", "sm_90a": "sm_90", "sm_100": "sm_100"}
+CAPABILITIES = {"sm_80": 80, "sm_90a": 90, "sm_100": 100}
 NAMES = catalogue.names(["cuda.*"])
 WITH_DROPOUT = [name for name in NAMES if catalogue.load(name).supports.dropout]
 MEASURED = "sm_90a"  # the chip whose speed the README reports
@@ -92,7 +93,9 @@ PLAIN = Variant()
 DROPOUT, STRIDED, BOTH = Variant(-1.0, 0.5), Variant(-1.0, strided=True), Variant(-1.0, 0.5, True)
 
 
-def launches(name: str, dtype: Dtype, dim: int, causal: bool, variant: Variant = PLAIN) -> list[Launch]:
+def launches(
+    name: str, dtype: Dtype, dim: int, causal: bool, variant: Variant = PLAIN, target: str = MEASURED
+) -> list[Launch]:
     """Returns what a forward and a backward would launch on a GPU. Nothing is computed."""
     implementation = catalogue.load(name)
     found: list[Launch] = []
@@ -105,6 +108,7 @@ def launches(name: str, dtype: Dtype, dim: int, causal: bool, variant: Variant =
     )
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(launching, "on_twin", return_value=False))
+        stack.enter_context(mock.patch.object(launching, "chip_of", return_value=divmod(CAPABILITIES[target], 10)))
         for kind in (Launch, *Launch.__subclasses__()):
             stack.enter_context(mock.patch.object(kind, "run", autospec=True, side_effect=found.append))
         out: Any = implementation.attention(
@@ -176,7 +180,7 @@ def test_kernels_compile_spill_nothing_and_fit(name: str, dtype: Dtype, target: 
     found = []
     for dim in (dim for dim in (64, 128, 256) if dim <= catalogue.load(name).supports.dims[1]):
         for causal in (False, True):
-            wanted = launches(name, dtype, dim, causal)
+            wanted = launches(name, dtype, dim, causal, target=target)
             assert len(wanted) >= 2, f"every call needs two kernels at least, found {[x.kernel for x in wanted]}"
             found += [compiled(recorder.run, launch, name, target, dtype, dim, causal) for launch in wanted]
     for resources in found:
@@ -197,7 +201,7 @@ def test_kernels_of_other_calls_spill_nothing_and_fit(name: str, dtype: Dtype, t
     found = []
     for variant in (DROPOUT, STRIDED, BOTH) if target == MEASURED else (BOTH,):
         for dim in (64, 128):
-            for launch in launches(name, dtype, dim, True, variant):
+            for launch in launches(name, dtype, dim, True, variant, target):
                 resources = compiled("", launch, name, target, dtype, dim, True)
                 if resources.spilled_bytes or resources.shared_bytes > SHARED_LIMIT[TARGETS[target]]:
                     found.append(f"{variant}: {_line(resources)}")

@@ -1,4 +1,7 @@
-"""Tests what only `cuda.fa3_fp8` has: inputs in e4m3, its refusals, and the compilation of its other calls."""
+"""Tests what only `cuda.fa3_fp8` has: inputs in e4m3, its refusals, and the compilation of its other calls.
+
+Without a Hopper GPU, the CPU twin computes. test_cuda_twin_e4m3.py tests the twin, and mutants of these kernels.
+"""
 
 import pytest
 import torch
@@ -7,12 +10,15 @@ from torch import Tensor
 from flashproof.impls.cuda import fa3, fa3_fp8, launching
 from flashproof.impls.cuda.fa3_fp8 import Rounded
 from flashproof.impls.cuda.launching import call_of
+from flashproof.impls.spec import Device
 from flashproof.oracles import e4m3
 from flashproof.tests.suite.kernels.compiling import SHARED_LIMIT
 from flashproof.tests.suite.kernels.test_cuda_compile import taken
 from flashproof.tests.suite.oracles import tensor_core
 
-hopper = pytest.mark.skipif(fa3_fp8.missing("cuda") is not None, reason=fa3_fp8.missing("cuda") or "")
+hopper = pytest.mark.skipif(fa3.missing("cuda") is not None, reason=fa3.missing("cuda") or "")
+DEVICE: Device = "cpu" if fa3.missing("cuda") else "cuda"
+computes = pytest.mark.skipif(fa3.missing(DEVICE) is not None, reason=fa3.missing(DEVICE) or "")
 
 
 def some(*shape: int, seed: int = 3) -> Tensor:
@@ -71,14 +77,15 @@ def in_order(transposed: Tensor) -> Tensor:
     return keys.mT
 
 
-@hopper
+@computes
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [128, 77, 72, 64, 8, 3])
 def test_the_kernel_rounds_as_the_oracle(dim: int) -> None:
     """All numbers and scales have the same bits as those of the oracle, and what is beyond the tensor is 0."""
     powers = torch.exp2(torch.linspace(-14.0, 13.0, 300))[:, None]
     tensors = [(some(2, 3, 300, dim, seed=seed) * powers).half() for seed in (1, 2, 3)]
-    given = [tensors[0].cuda().transpose(1, 2).contiguous().transpose(1, 2), tensors[1].cuda(), tensors[2].cuda()]
+    given = [x.to(DEVICE) for x in tensors]
+    given[0] = given[0].transpose(1, 2).contiguous().transpose(1, 2)
     rounded = [Rounded.of(x, transposed=i == 2) for i, x in enumerate(given)]
     for each in rounded:
         each.numbers.fill_(0x7F)  # NaN
@@ -130,7 +137,3 @@ def test_what_is_not_claimed_is_refused() -> None:
     large = some(1, 1, 4, 136).half()
     with pytest.raises(NotImplementedError, match=r"^query: head dim 136 is not taken by .*; give at most 128"):
         fa3_fp8.attention(large, large, large)
-
-
-def test_the_twin_is_missing() -> None:
-    assert str(fa3_fp8.missing("cpu")).startswith("CPU twin: it does not know the e4m3 products")

@@ -20,6 +20,7 @@ from flashproof.impls import catalogue  # noqa: E402
 from flashproof.impls.triton.launching import Launch, _as_on_a_gpu  # noqa: E402
 from flashproof.impls.triton.primitives import (  # noqa: E402
     INTERPRETED,
+    UNIT,
     as_argument,
     first_word,
     head_of,
@@ -82,13 +83,13 @@ def offsets_kernel(query, query_strides, rows, offsets, heads, groups, queries):
     The position of the other element comes from `place`, from the number of the program, and from a loaded row.
     """
     _, head, batch = place(queries, heads, 16, False)
-    start, _, _ = head_of(query, query_strides, batch, head, 16, 16, False, 1)
+    start, _, _ = head_of(query, query_strides, batch, head, 16, 16, False)
     tl.store(offsets, start.to(tl.int64) - query.to(tl.int64))
     program = this_program()
-    start, _, _ = head_of(query, query_strides, program // heads, program % heads, 16, 16, False, 1)
+    start, _, _ = head_of(query, query_strides, program // heads, program % heads, 16, 16, False)
     tl.store(offsets + 1, start.to(tl.int64) - query.to(tl.int64))
     row = tl.load(rows)
-    corner = tl.min(tl.min(tile_of(head_of(query, query_strides, 0, 0, 16, 16, False, 1), row).to(tl.int64), 1), 0)
+    corner = tl.min(tl.min(tile_of(head_of(query, query_strides, 0, 0, 16, 16, False), row).to(tl.int64), 1), 0)
     tl.store(offsets + 2, corner - query.to(tl.int64))
 
 
@@ -97,7 +98,7 @@ def test_addresses_have_64_bits() -> None:
     query, offsets = torch.zeros(1, dtype=torch.float16), torch.zeros(3, dtype=torch.int64)
     arguments = {
         "query": query,
-        "query_strides": tuple(map(as_argument, (2**31 + 8, 2**30, 2**24, 1))),
+        "query_strides": tuple(as_argument(stride // UNIT) for stride in (2**31 + 8, 2**30, 2**24)),
         "rows": torch.tensor([256], dtype=torch.int32),
         "offsets": offsets,
     }

@@ -85,6 +85,39 @@ def test_calls_of_another_form_do_not(name: str, other: str) -> None:
 
 
 @EVERY
+@pytest.mark.parametrize("other", ["address", "address of one", "strides", "mask", "scale", "length"])
+def test_calls_of_another_form_use_the_same_kernels(name: str, other: str) -> None:
+    """A kernel is compiled for constants, dtypes and kinds of arguments. None of them depends on these forms."""
+    given, options = OTHERS[other]
+    assert kernels(name, given, **options) == kernels(name, tensors())
+
+
+@EVERY
+def test_tensors_of_one_memory_use_the_same_kernels(name: str) -> None:
+    """Heads that share their memory have a stride of 0, and so have the output gradients of a sum."""
+    query, key, value, dout = tensors()
+    shared = [query, key[:, :1].expand(SHAPE), value[:, :1].expand(SHAPE), dout[0, 0, 0, 0].expand(SHAPE)]
+    assert kernels(name, shared) == kernels(name, tensors())
+
+
+def kernels(name: str, given: list[Tensor], **options: Any) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
+    """Returns the kernels of a call, with what they are compiled for. The kernels do not run."""
+    launches: list[launching.Launch] = []
+    launching._PLANS.clear()
+    with mock.patch.object(launching.Launch, "run", autospec=True, side_effect=launches.append):
+        answer(name, given, **options)
+    launching._PLANS.clear()
+    return [
+        (
+            launch.kernel,
+            {name: value if name.isupper() else type(value) for name, value in launch.arguments.items()},
+            launch.options,
+        )
+        for launch in launches
+    ]
+
+
+@EVERY
 def test_a_plan_holds_no_seed(name: str) -> None:
     """Calls with other seeds share plans, and drop other weights."""
     seeds = (1, 2**63 + 1)
