@@ -9,7 +9,7 @@ import gzip
 import json
 import shlex
 
-from flashproof.reports import wording
+from flashproof.reports import common, wording
 from flashproof.reports.evidence import Judged, Kernel
 
 FOLDER = "cases"
@@ -20,8 +20,10 @@ def address(kernel: Kernel) -> str:
     return f"{FOLDER}/{wording.stem(kernel.name)}.js"
 
 
-def content(kernel: Kernel) -> str:
+def content(kernel: Kernel, where: common.Shared | None = None) -> str:
     """The file: a call of `flashproofCases` with the packed judgements.
+
+    where: what the failing cases have in common. Then no message says what its case alone needs.
 
     Each field of the judgements is a column. A list holds each text that may repeat, and the column holds the number of
     the text in this list. A judgement that passed has no bias and no message. The order is by check and case, because
@@ -45,7 +47,7 @@ def content(kernel: Kernel) -> str:
         # The line that repeats a judgement is its command, which all cases on a device share, and its case.
         "command": [word(wording.repeat_line(one.judgement).removesuffix(_case(one))) for one in judged],
         "case": [word(_case(one)) for one in judged],
-        "said": [word(one.judgement.message if one.judgement.status != "passed" else "") for one in judged],
+        "said": [word(_said(one, where)) for one in judged],
     }
     data = json.dumps({"words": list(words), **columns}, separators=(",", ":"), ensure_ascii=False)
     packed = base64.b64encode(gzip.compress(data.encode(errors="replace"), 9, mtime=0)).decode()
@@ -56,3 +58,8 @@ def _case(judged: Judged) -> str:
     """The case as it ends the line that repeats it. Empty for a judgement without a case."""
     case = judged.judgement.case
     return shlex.quote(case) if case else ""
+
+
+def _said(judged: Judged, where: common.Shared | None) -> str:
+    message = judged.judgement.message if judged.judgement.status != "passed" else ""
+    return common.without_needs(message) if where else message

@@ -4,8 +4,8 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from flashproof.reports import common, wording
-from flashproof.reports.evidence import size, worst_rho
+from flashproof.reports import common, symptoms, wording
+from flashproof.reports.evidence import is_nearly_zero, size, worst_rho
 from flashproof.reports.record import Judgement
 
 LARGE = 1e6  # a larger figure is shown as such, without its digits
@@ -69,9 +69,9 @@ def explanations(failures: Sequence[Judgement]) -> list[list[Judgement]]:
     return [group for group in _apart(causes(failures)) if _explains(group, failures)]
 
 
-def headline(failures: Sequence[Judgement]) -> str:
-    """The first of the explanations in words. Empty if there is none."""
-    return next((cause_of(group) for group in explanations(failures)), "")
+def headline(failures: Sequence[Judgement], bias: Callable[[Judgement], str] = wording.bias_line) -> str:
+    """The first of the explanations in words (`cause_of`). Empty if there is none."""
+    return next((cause_of(group, bias) for group in explanations(failures)), "")
 
 
 def _explains(group: Sequence[Judgement], failures: Sequence[Judgement]) -> bool:
@@ -103,6 +103,9 @@ def one_screen(name: str, judgements: Sequence[Judgement]) -> Iterator[str]:
     yield f"{name} is wrong{named} in {dtypes}; {wording.failed_checks(failures, ' failed')}"
     if where := common.shared(judgements):
         yield f"  {where}"
+    for symptom in symptoms.symptoms(judgements):
+        if symptom.short:
+            yield f"  {symptom.text}"
     alike = _apart(causes(failures))
     explained = [group for group in alike if _explains(group, failures)]
     # The other failures usually follow from these, if these are in most checks.
@@ -124,19 +127,24 @@ def _simplest(group: Sequence[Judgement]) -> Judgement:
     alike = [one for one in group if _SCALE.search(one.question)] or group
     words = [without_numbers(one.question.partition(":")[0]) for one in alike]
     usual = max(words, key=words.count)
-    return min((one for one, said in zip(alike, words, strict=True) if said == usual), key=_complexity)
+    return min(
+        (one for one, said in zip(alike, words, strict=True) if said == usual), key=lambda one: complexity(one.case)
+    )
 
 
-def cause_of(group: Sequence[Judgement]) -> str:
-    """The cause of a group in the words of its simplest case, or else the largest rho of the group."""
+def cause_of(group: Sequence[Judgement], bias: Callable[[Judgement], str] = wording.bias_line) -> str:
+    """The cause of a group in the words of its simplest case, or else the largest rho of the group.
+
+    bias: the words for a bias.
+    """
     simplest = _simplest(group)
     if simplest.question:
         return simplest.question
     if simplest.rho is None and simplest.message:
         return simplest.message.partition("\n")[0]
     if is_bias(simplest):
-        return wording.reason(simplest)
-    worst = max(group, key=lambda one: size(worst_rho(one)))
+        return f"{wording.leaning(simplest)}: {bias(simplest)}"
+    worst = max(group, key=lambda one: (not is_nearly_zero(one), size(worst_rho(one))))
     if 0.0 <= size(worst_rho(worst)) <= 1.0:
         return f"{simplest.check}: {wording.reason(worst)}"
     return f"{simplest.check}: the largest rho is {capped_rho(worst_rho(worst))} ({worst.tensor or 'the result'})"
@@ -155,15 +163,15 @@ def _extent(group: Sequence[Judgement], failures: Sequence[Judgement]) -> str:
     return f"in {of}, {wording.listed(dict.fromkeys(one.dtype for one in group))}"
 
 
-def _complexity(failure: Judgement) -> tuple[float, float]:
+def complexity(case: str) -> tuple[float, float]:
     """How many words of a case are special, and the size of the case.
 
     A text that is not a case counts as larger than every case.
     """
-    sizes = _SIZES.match(failure.case)
+    sizes = _SIZES.match(case)
     if not sizes:
         return math.inf, math.inf
-    special = [word for word in failure.case[sizes.end() :].split() if not _PLAIN.fullmatch(word)]
+    special = [word for word in case[sizes.end() :].split() if not _PLAIN.fullmatch(word)]
     return len(special), math.prod(map(int, sizes.groups()))
 
 

@@ -455,41 +455,59 @@ def _stairs(counts: Sequence[int], left: float, step: float, up: Scale) -> list[
 def heat(
     grid: Sequence[Sequence[float]], extent: tuple[int, int], label: str, axes: tuple[str, str], tiles: tuple[int, int]
 ) -> Markup:
-    """The largest rho in each part of a tensor: rows down, dims across.
+    """The largest rho in each part of a tensor: rows down, dims across. Above 1, its scale is that of logarithms.
 
     extent: rows and dims of the tensor. tiles: the rows and dims of a tile; the edges of tiles are drawn.
     """
     left, top, cell = 60.0, 24.0, 17.0
     width, height = cell * len(grid[0]), cell * len(grid)
-    drawing = Drawing(left + width + 150, top + height + 36, label)
+    steps_ = heat_steps([abs(value) for values in grid for value in values])
+    drawing = Drawing(left + max(width, 280.0), top + height + 28 + 18 * math.ceil(len(steps_) / 2), label)
+    places: dict[int, list[Point]] = {}
     for row, values in enumerate(grid):
         for column, value in enumerate(values):
-            x, y = left + column * cell, top + row * cell
-            drawing.box(x, y, cell, cell, f"heat h{_heat(value)}", f"rho {value:.2g}")
-            if value > 1:
-                drawing.marks("triangle", [(x + cell / 2, y + cell / 2)], "mark over", 2.6)
-    for (size_, tile), (start, length), is_row in (
+            step = next((at for at, (edge, _) in enumerate(steps_) if abs(value) <= edge), len(steps_) - 1)
+            places.setdefault(step, []).append((left + column * cell, top + row * cell))
+    for step, corners in sorted(places.items()):
+        drawing.boxes(corners, cell, cell, steps_[step][1])
+        if steps_[step][0] > 1:
+            drawing.marks("triangle", [(x + cell / 2, y + cell / 2) for x, y in corners], "mark over", 2.6)
+    for (size_, tile), (begin, length), is_row in (
         ((extent[0], tiles[0]), (top, height), True),
         ((extent[1], tiles[1]), (left, width), False),
     ):
         if tile and size_ / tile <= 32:
-            for edge in range(tile, size_, tile):
-                at = start + length * edge / size_
-                ends = ((left, at), (left + width, at)) if is_row else ((at, top), (at, top + height))
+            for start in range(tile, size_, tile):
+                place = begin + length * start / size_
+                ends = ((left, place), (left + width, place)) if is_row else ((place, top), (place, top + height))
                 drawing.line(*ends, "landmark")
     drawing.words(left - 6, top + 10, "0", "tick", "end")
     drawing.words(left - 6, top + height, str(extent[0] - 1), "tick", "end")
     drawing.words(left, top + height + 13, "0", "tick", "middle")
     drawing.words(left + width, top + height + 13, str(extent[1] - 1), "tick", "end")
     drawing.words(left, 14, f"{axes[0]} down, {axes[1]} across", "soft")
-    for step, name in enumerate(("up to 0.01", "0.1", "0.5", "1", "2, above the bound", "more")):
-        drawing.box(left + width + 16, top + step * 18, 14, 14, f"heat h{step}")
-        drawing.words(left + width + 36, top + step * 18 + 11, name, "tick")
+    for step, (edge, kind) in enumerate(steps_):  # below the map, so that a narrow screen shows it whole
+        x, y = left + 140 * (step % 2), top + height + 26 + 18 * (step // 2)
+        drawing.box(x, y, 14, 14, kind)
+        name = "not finite" if edge == math.inf else f"up to {rho(edge) if edge > 1 else number_of(edge)}"
+        drawing.words(x + 20, y + 11, f"{name}, the bound" if edge == 1 else name, "tick")
     return drawing.svg()
 
 
-def _heat(rho: float) -> int:
-    return sum(rho > edge for edge in (0.01, 0.1, 0.5, 1.0, 2.0))
+def heat_steps(sizes: Sequence[float]) -> list[tuple[float, str]]:
+    """The steps of a heat map, each with its largest rho and its class: two up to the bound, and up to four above it.
+
+    The steps above the bound are equal on a scale of logarithms, up to the largest rho of the map. A step of its own
+    holds what is not finite.
+    """
+    finite = [size for size in sizes if math.isfinite(size)]
+    most = max(finite, default=0.0)
+    count = 0 if most <= 1 else 1 if most < 2 else 2 if most < 10 else 4
+    kinds = {0: (), 1: ("h5",), 2: ("h3", "h5"), 4: ("h2", "h3", "h4", "h5")}[count]
+    # A step ends at a number that its label shows.
+    edges = [float(f"{most ** (step / count):.2g}") for step in range(1, count)] + ([most] if count else [])
+    found = [(0.1, "h0"), (1.0, "h1"), *zip(edges, kinds, strict=True)]
+    return found if len(finite) == len(sizes) else [*found, (math.inf, "h6")]
 
 
 # ------------------------------------------------------------------------------------------------------------- speeds

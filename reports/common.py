@@ -6,6 +6,7 @@ a run, and counts them. It is no proof that the fault needs these properties.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -16,9 +17,11 @@ from flashproof.reports.record import Judgement
 from flashproof.space import FACTORS, PLAIN, levels
 
 Holds = Callable[[Case], bool]  # whether a case has a property
-MOST = 3  # properties of a statement
+MOST = 4  # properties of a statement
 HELD = 0.9  # the share of the failing cases that must have all of them; a check may also call with another case
 EXCLUDED = 0.5  # the least share of the remaining passing cases that a further property excludes
+FIRST, FURTHER = 8.0, 20.0  # bits of evidence (`_evidence`) for the first property, and for each further one
+MORE = 3  # times as many passing as failing cases lack a property
 FEWEST = 3  # failing cases; fewer of them have many properties in common by chance
 # Sizes for which a property is a least or a largest number, in words. {}: "at least 8".
 SIZES: dict[str, Callable[[Case], int]] = {
@@ -34,18 +37,24 @@ _BY_SIZE = {"batch", "key heads", "group", "queries", "keys", "head dim", "queri
 
 @dataclass(frozen=True)
 class Shared:
-    """The properties, in words, and how many of the failing and of the passing cases have all of them."""
+    """The properties, in words, and how many of the failing and of the passing cases have all of them.
+
+    cases: the lines of the failing cases that have them.
+    """
 
     words: str
     failing: tuple[int, int]  # of how many
     passing: tuple[int, int]
+    cases: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         (failing, failed), (passing, passed) = self.failing, self.passing
         who = f"All {failed:,}" if failing == failed else f"{failing:,} of {failed:,}"
-        that = "them" if " and " in self.words else "that"
+        that, alone = ("them", "these alone do") if " and " in self.words else ("that", "this alone does")
         others = (
-            f"{passing:,} of {passed:,} passing cases have {that}, too" if passing else f"no passing case has {that}"
+            f"{passing:,} of {passed:,} passing cases have {that}, too, so {alone} not make a case fail"
+            if passing
+            else f"no passing case has {that}"
         )
         return f"{who} failing cases have {self.words}; {others}"
 
@@ -63,25 +72,80 @@ def shared(judgements: Sequence[Judgement]) -> Shared | None:
     wrong = {one.case for one in failures}
     tensors = {one.tensor for one in failures}
     right = {one.case for one in judgements if one.case and (None in tensors or one.tensor in tensors)} - wrong
-    failing, passing = ([case for line in lines if (case := _case(line))] for lines in (sorted(wrong), sorted(right)))
+    lines = {line: case for line in sorted(wrong) if (case := _case(line))}
+    failing, passing = list(lines.values()), [case for line in sorted(right) if (case := _case(line))]
     if len(failing) < FEWEST or not passing:
         return None
-    candidates = list(_candidates(failing))
-    chosen: list[str] = []
-    left, others = failing, passing
-    while others and len(chosen) < MOST:
-        best = max(
-            ((words, holds) for words, holds in candidates if _held(left, holds) >= HELD * len(failing)),
-            key=lambda one: _worth(left, others, one[1]),
-            default=None,
-        )
-        if best is None or _held(others, best[1]) > (1.0 - EXCLUDED) * len(others):
-            break
-        chosen.append(best[0])
-        left, others = ([case for case in cases if best[1](case)] for cases in (left, others))
+    chosen = _needed(_chosen(list(_candidates(failing)), failing, passing), failing, passing)
     if not chosen:
         return None
-    return Shared(wording.listed(chosen), (len(left), len(failing)), (len(others), len(passing)))
+    left, others = (_all_held(cases, chosen) for cases in (failing, passing))
+    counts = (len(left), len(failing)), (len(others), len(passing))
+    held = set(left)
+    words = wording.listed(words for words, _ in chosen)
+    return Shared(words, *counts, frozenset(line for line, case in lines.items() if case in held))
+
+
+Property = tuple[str, Holds]  # in words, and whether a case has it
+
+
+def _chosen(candidates: Sequence[Property], failing: Sequence[Case], passing: Sequence[Case]) -> list[Property]:
+    """Properties that failing cases share, one by one: each excludes the most passing cases that are left."""
+    chosen: list[Property] = []
+    left, others = failing, passing
+    while others and len(chosen) < MOST:
+        fitting = [one for one in candidates if _held(left, one[1]) >= HELD * len(failing)]
+        best = max(fitting, key=lambda one: _worth(left, others, one[1]), default=None)
+        least = FURTHER if chosen else FIRST
+        if best is None or _held(others, best[1]) > (1.0 - EXCLUDED) * len(others):
+            break
+        lost = [len(cases) - _held(cases, best[1]) for cases in (left, others)]
+        if _evidence(left, others, best[1]) < least or lost[1] < MORE * lost[0]:
+            break
+        chosen.append(best)
+        left, others = ([case for case in cases if best[1](case)] for cases in (left, others))
+    return chosen
+
+
+def _needed(chosen: list[Property], failing: Sequence[Case], passing: Sequence[Case]) -> list[Property]:
+    """The properties without those that, beside the others, exclude too few passing cases (`FURTHER`).
+
+    Such a property repeats another one, or only how the failing cases were drawn.
+    """
+    for one in reversed(chosen):
+        rest = [other for other in chosen if other is not one]
+        if rest and _evidence(_all_held(failing, rest), _all_held(passing, rest), one[1]) < FURTHER:
+            return _needed(rest, failing, passing)
+    return chosen
+
+
+def _all_held(cases: Sequence[Case], properties: Sequence[Property]) -> list[Case]:
+    return [case for case in cases if all(holds(case) for _, holds in properties)]
+
+
+def _evidence(failing: Sequence[Case], passing: Sequence[Case], holds: Holds) -> float:
+    """The bits of evidence that a property separates failing from passing cases.
+
+    If it does not, so many passing cases lack it by chance once in two to this power (Fisher's exact test).
+    """
+    wrong, right = len(failing), len(passing)
+    excluded = right - _held(passing, holds)
+    outside = excluded + wrong - _held(failing, holds)
+    ways = sum(math.comb(right, more) * math.comb(wrong, outside - more) for more in range(excluded, outside + 1))
+    return math.log2(math.comb(wrong + right, outside)) - math.log2(ways)
+
+
+def simplest_lines(text: str) -> list[str]:
+    """The simpler cases that a failure names in its message: they fail, too."""
+    return re.findall(r"(?m)^the simplest case that fails: (.*?)(?:;|$)", text)
+
+
+def without_needs(text: str) -> str:
+    """The text of a failure without the properties that its single case needs.
+
+    Another failure may need others, so where all of them have something in common, these words contradict it.
+    """
+    return re.sub(r"(?m)^(the simplest case that fails: .*); it needs .*$", r"\1", text)
 
 
 def _case(line: str) -> Case | None:

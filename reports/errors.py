@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from flashproof.reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, in_ulps, size
+from flashproof.reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, in_ulps, size, telling_rho
 
 SHARED_CASES = 8  # the least number of common cases; an implementation that shares fewer is not compared
 
@@ -58,7 +58,10 @@ def _of_tensor(evidence: Evidence, dtype: str, tensor: str) -> list[Row]:
             if (one.dtype, one.tensor) == (dtype, tensor) and judged.rho is not None:
                 groups.setdefault((kernel.name, judged.machine), (kernel, []))[1].append(judged)
     common = _common({place: own for place, (_, own) in groups.items()})
-    worst = {place: max(own, key=lambda judged: size(judged.rho)) for place, (_, own) in groups.items()}
+    worst = {
+        place: max(own, key=lambda judged: (telling_rho(judged), size(judged.rho)))
+        for place, (_, own) in groups.items()
+    }
     without = {
         judged.judgement.case for _, own in groups.values() for judged in own if in_ulps(judged.judgement) is None
     }

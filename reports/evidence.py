@@ -205,13 +205,40 @@ def _source(environment: Environment) -> str:
     return environment.project_commit or environment.commit
 
 
+SMALLEST = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}  # the least numbers above 0
+NEARLY = 1e-3
+
+
+def is_zero(judgement: Judgement) -> bool:
+    """Whether the exact value of the worst element counts as 0: it is below every number of the dtype."""
+    return judgement.worst is not None and size(judgement.worst.exact) < SMALLEST.get(judgement.dtype, 0.0)
+
+
+def is_nearly_zero(judgement: Judgement) -> bool:
+    """Whether the exact value of the worst element is nearly 0: less than a thousandth of the error (`NEARLY`).
+
+    The bound may be tiny there, and rho larger than any other. So this rho says little about how wrong the kernel is.
+    """
+    worst = judgement.worst
+    if worst is None or size(worst.got) == math.inf:
+        return False
+    return is_zero(judgement) or size(worst.exact) < NEARLY * size(worst.error)
+
+
+def telling_rho(judged: Judged) -> float:
+    """The size of a rho, for a ranking. A failure at nearly 0 (`is_nearly_zero`) ranks below the others."""
+    is_failure = judged.judgement.status in ("failed", "known defect")
+    return min(size(judged.rho), 1.0) if is_failure and is_nearly_zero(judged.judgement) else size(judged.rho)
+
+
 def severity(judged: Judged) -> tuple[int, float]:
     """A sort key by which the worst judgement is the largest.
 
-    From worst to best, the statuses are failed, known defect, refused and passed. Equal statuses compare by rho.
+    From worst to best, the statuses are failed, known defect, refused and passed. Equal statuses compare by rho
+    (`telling_rho`).
     """
     statuses = ("passed", "refused", "known defect", "failed")
-    return statuses.index(judged.judgement.status), size(judged.rho)
+    return statuses.index(judged.judgement.status), telling_rho(judged)
 
 
 def gather(paths: Iterable[Path], damaged: list[str] | None = None) -> Evidence:

@@ -2,12 +2,12 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from flashproof.reports import charts, mutants, overview, tables, training, wording
+from flashproof.reports import charts, common, failing, mutants, overview, symptoms, tables, training, wording
 from flashproof.reports.evidence import Evidence, without_a_gpu
 from flashproof.reports.speed import Timing
 
@@ -15,8 +15,14 @@ TALLEST = 21  # pixels of a bar
 BOUND = 16  # pixels of a bar with rho 1
 
 
-def values(evidence: Evidence, timings: Sequence[Timing]) -> dict[str, Any]:
-    """The values of the template index.html."""
+def values(
+    evidence: Evidence, timings: Sequence[Timing], shared: Mapping[str, common.Shared | None] | None = None
+) -> dict[str, Any]:
+    """The values of the template index.html.
+
+    shared: what the failing cases of an implementation have in common.
+    """
+    shown, worst = overview.columns(overview.layers(evidence)), overview.worst(evidence)
     suite = mutants.scores(evidence.mutation, mutants.rows(evidence.mutation))[0] if evidence.mutation else None
     series: defaultdict[str, list[tables.Series]] = defaultdict(list)
     for curve, machine in evidence.curves:
@@ -30,6 +36,12 @@ def values(evidence: Evidence, timings: Sequence[Timing]) -> dict[str, Any]:
     return {
         "evidence": evidence,
         "verdict": overview.verdict(evidence),
+        "marks": MARKS,
+        "words": WORDS,
+        "of_several": wording.short_name(worst.name) if worst and len(shared or {}) > 1 else "",
+        "in_common": failing.in_common(worst, shown, (shared or {}).get(worst.name)) if worst else "",
+        "symptoms": wording.sentence(symptoms.headline(failing.symptoms_of(worst))) if worst else "",
+        "ran": failing.ran(worst, evidence).words if worst else "",
         "machines": machines,
         "date": dates[-1] if dates else "",
         "without_a_gpu": without_a_gpu(
@@ -37,7 +49,7 @@ def values(evidence: Evidence, timings: Sequence[Timing]) -> dict[str, Any]:
             [kernel.claim for kernel in evidence.kernels if kernel.claim],
         ),
         "groups": [(title, [Row(line) for line in lines]) for title, lines in overview.lines(evidence)],
-        "columns": overview.columns(overview.layers(evidence)),
+        "columns": shown,
         "places": list(dict.fromkeys(machines)),
         "speeds": speeds,
         "speed_title": speed_title,
@@ -71,6 +83,31 @@ class Form(NamedTuple):
 
     mark: str
     height: int
+
+
+# What stands in a cell of the matrix.
+MARKS: tuple[tuple[Form, str], ...] = (
+    (Form("", 9), "the largest rho of a dtype, inside its bound"),
+    (Form("f", 20), "outside its bound"),
+    (Form("d", 18), "a known defect"),
+    (Form("o", 0), "a check without a rho that holds"),
+    (Form("of", 0), "one that fails"),
+    (Form("od", 0), "one with a known defect"),
+    (Form("r", 0), "refused"),
+    (Form("n", 0), "not claimed"),
+    (Form("x", 0), "not run"),
+)
+WORDS: tuple[tuple[str, str], ...] = (
+    ("1.7", "the largest rho; up to 1 passes"),
+    ("∞", "not finite, or wrong where no error is allowed"),
+    ("bias", "inside the bound, but the errors lean to one side"),
+    ("rms 1.9", "the errors have 1.9 times the root mean square that they may have"),
+    ("ok", "the checks, which have no rho, hold"),
+    ("no", "a check without a rho fails"),
+    ("fault", "a call ends without an answer: an exception, a crash, a hang"),
+    ("refused", "a call ends with a clear exception that declines the case"),
+    ("not claimed, not run, not run here", "nothing was judged; on a narrow screen –"),
+)
 
 
 class Cell:

@@ -19,10 +19,12 @@ from flashproof.reports import (
     difference,
     errors,
     example,
+    failing,
     front,
     mutants,
     portrait,
     speed,
+    tables,
     templating,
     throughput,
     training,
@@ -95,13 +97,17 @@ def write_difference(found: difference.Difference, runs: Sequence[difference.Run
     return directory / "difference.html"
 
 
-# HTML lets a cell leave out its end tag, which takes a twentieth of a site.
-_END_OF_CELL = re.compile(r"</td>(?=\s*(?:<t[dh][ >]|</tr>))")
+# HTML lets cells, rows, terms and their explanations leave out their end tags, which take a twentieth of a site.
+_END_TAG = re.compile(
+    r"</t[dh]>(?=\s*(?:<t[dh][ >]|</tr>))"
+    r"|</tr>(?=\s*(?:<tr[ >]|</t(?:head|body|able)>))"
+    r"|</d[td]>(?=\s*(?:<d[td][ >]|</d(?:iv|l)>))"
+)
 
 
 def _write(directory: Path, files: dict[str, str]) -> None:
     for name, content in files.items():
-        text = _END_OF_CELL.sub("", content) if name.endswith(".html") else content
+        text = _END_TAG.sub("", content) if name.endswith(".html") else content
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8", errors="replace")
@@ -127,6 +133,8 @@ class _Site:
 
     def __init__(self, evidence: Evidence, timings: list[Timing], left_out: Sequence[str], steps: list[Step]) -> None:
         self.evidence, self.timings, self.left_out = evidence, timings, left_out
+        failed = [kernel for kernel in evidence.kernels if tables.verdict(kernel).state == "failed"]
+        self.shared = {kernel.name: failing.shared(kernel) for kernel in failed}
         self.trainings = training.values(evidence, steps)
         judged = any(judged.rho is not None for kernel in evidence.kernels for judged in kernel.judged)
         menu = [("index.html", "overview", True), ("errors.html", "worst errors", judged)]
@@ -145,7 +153,7 @@ class _Site:
         for kernel in self.evidence.kernels:
             yield f"{wording.stem(kernel.name)}.html", self.kernel(kernel)
             if kernel.judged:
-                yield casefile.address(kernel), casefile.content(kernel)
+                yield casefile.address(kernel), casefile.content(kernel, self.shared.get(kernel.name))
                 yield f"{badges.FOLDER}/{wording.stem(kernel.name)}.svg", badges.svg(kernel, self.evidence)
                 yield f"{badges.FOLDER}/{wording.stem(kernel.name)}.json", badges.endpoint(kernel, self.evidence)
 
@@ -156,7 +164,9 @@ class _Site:
     # ---------------------------------------------------------------------------------------------------- the overview
 
     def index(self) -> str:
-        return self.render("index.html", left_out=self.left_out, **front.values(self.evidence, self.timings))
+        return self.render(
+            "index.html", left_out=self.left_out, **front.values(self.evidence, self.timings, self.shared)
+        )
 
     # ------------------------------------------------------------------------------------------------ the worst errors
 
@@ -209,7 +219,8 @@ class _Site:
 
     def kernel(self, kernel: Kernel) -> str:
         return self.render(
-            "implementation.html", **portrait.values(kernel, self.evidence, self.timings, self.sentences)
+            "implementation.html",
+            **portrait.values(kernel, self.evidence, self.timings, self.sentences, self.shared.get(kernel.name)),
         )
 
 

@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from markupsafe import Markup
 
@@ -16,8 +16,11 @@ from flashproof.reports import (
     charts,
     claims,
     common,
+    failing,
     front,
+    glossary,
     overview,
+    symptoms,
     tables,
     throughput,
     wording,
@@ -30,47 +33,77 @@ from flashproof.reports.evidence import (
     Machine,
     dtype_order,
     in_ulps,
+    is_nearly_zero,
     severity,
     size,
 )
 from flashproof.reports.record import FIRST_POWER, Environment, TensorName
 from flashproof.reports.speed import Timing
 
-IN_FULL = 3  # failures that are shown with their block at the head of a page
-SHOWN = 20  # at most this many are shown at all; the fold of all cases holds every one
+NEXT = 2  # failures that are shown with their block below the first ones
+SHOWN = 20  # at most this many are shown below them at all; the fold of all cases holds every one
+ROWS = 8  # parts of a heat map, from which on it shows where the errors lie
 WORST = 3  # of a column, in its fold
 
 
-def values(kernel: Kernel, evidence: Evidence, timings: Sequence[Timing], says: dict[str, str]) -> dict[str, Any]:
-    """The values of the template implementation.html. says: what each check asks."""
+def values(
+    kernel: Kernel,
+    evidence: Evidence,
+    timings: Sequence[Timing],
+    says: dict[str, str],
+    where: common.Shared | None = None,
+) -> dict[str, Any]:
+    """The values of the template implementation.html.
+
+    says: what each check asks. where: what the failing cases have in common.
+    """
     by_status = {
         status: sorted((j for j in kernel.judged if j.judgement.status == status), key=overview.gravity, reverse=True)
         for status in ("failed", "known defect", "refused")
     }
-    failed = _grouped(by_status["failed"], kernel)
+    first = failing.first(kernel, where) if by_status["failed"] else None
+    shown_first = [one for one in (first.simplest, first.worst) if one] if first else []
+    failed = failing.told(by_status["failed"], kernel, where, shown_first)
+    defects = failing.told(by_status["known defect"], kernel)
     own = [t for t in timings if t.implementation == kernel.name]
     shown = overview.columns(overview.layers(evidence))
     lines = [overview.line(kernel, machine, shown, evidence) for machine in kernel.machines]
+    pictures = [_picture(kernel, machine, len(kernel.machines) > 1) for machine in kernel.machines]
+    columns = [_column(kernel, column, lines, evidence, says) for column in shown]
+    heats = _heats(by_status["failed"] or by_status["known defect"], kernel)
+    refusals = _refusals(by_status["refused"])
+    texts = [told.block for told in (*shown_first, *failed[:SHOWN], *defects)]
+    texts += [first.simpler] if first else []
+    texts += [line for _, line, _ in heats]
+    repeated = [*(j for part in columns for j in part["worst"]), *(group[0] for _, _, group in refusals)]
+    texts += [wording.repeat_line(judged.judgement) for judged in repeated]
     return {
         "kernel": kernel,
         "sentences": says,
         "several": len(kernel.machines) > 1,
         "verdict": tables.verdict(kernel),
         "sentence": _sentence(kernel),
-        "first": failed[:IN_FULL],
-        "failed": failed[IN_FULL:SHOWN],
+        "in_common": failing.in_common(kernel, shown, where),
+        "symptoms": [f"{wording.sentence(one.text)}." for one in failing.symptoms_of(kernel)],
+        "first": first,
+        "ran": failing.ran(kernel, evidence) if first else None,
+        "next": failed[:NEXT],
+        "failed": failed[NEXT:SHOWN],
         "untold": sum(1 + told.more for told in failed[SHOWN:]),
-        "defects": _grouped(by_status["known defect"], kernel),
-        "refusals": _refusals(by_status["refused"]),
-        "pictures": [_picture(kernel, machine, len(kernel.machines) > 1) for machine in kernel.machines],
+        "defects": defects,
+        "refusals": refusals,
+        "pictures": pictures,
+        "of_charts": failing.of_charts(kernel, {case for picture in pictures for case in picture["failing"]}),
+        "is_without_failures": first is not None and not any(picture["failing"] for picture in pictures),
         "curves": _unshifted(evidence),
-        "heats": _heats(by_status["failed"] or by_status["known defect"], kernel),
+        "heats": heats,
+        "words": glossary.entries(texts),
         "elements": _elements(kernel),
         "histograms": _histograms(kernel),
         "memory": _memory(kernel),
         "traffic": _traffic(kernel),
         "beside": _beside(own, timings, kernel) if own else None,
-        "columns": [_column(kernel, column, lines, evidence, says) for column in shown],
+        "columns": columns,
         "claims": claims.sentences(kernel.claim) if kernel.claim else [],
         "cases_file": casefile.address(kernel),
         "runs": _environments(kernel, evidence),
@@ -132,13 +165,13 @@ def _sentence(kernel: Kernel) -> str:
     whole, narrowed = tables.verdict(kernel), overview.not_whole(kernel)
     on = wording.listed(str(machine) for machine in kernel.machines if machine.name)
     if whole.state == "failed":
-        every = [j for j in kernel.judged if j.judgement.status == "failed"]
-        worst = max(every, key=lambda j: (severity(j), overview.gravity(j)))  # the figure of the overview
-        failed = [j.judgement for j in every]
-        cause = f": {said}" if (said := causes.headline(failed)) else ""
-        where = f" {shared}." if (shared := common.shared([j.judgement for j in kernel.judged])) else ""
-        found = f"Fails {wording.failed_checks(failed)}{cause}.{where} The worst: {wording.reason(worst.judgement)}."
-        return f"{found} {wording.sentence(narrowed)}." if narrowed else found
+        failed = [judged.judgement for judged in failing.failed(kernel)]
+        said = causes.headline(failed, wording.bias_of_limit) or symptoms.headline(failing.symptoms_of(kernel))
+        cause = f": {said}" if said else ""
+        simplest = overview.simplest_failure(kernel)
+        found = f"Fails {wording.failed_checks(failed)}{overview.of_cases(kernel)}{cause}."
+        found += f" The simplest failing case: {wording.instance(simplest.judgement)}." if simplest else ""
+        return found
     if whole.state == "known defect":
         count = sum(j.judgement.status == "known defect" for j in kernel.judged)
         words = f"Holds its bound, but for {wording.plural(count, 'case')} of known defects, on {on}"
@@ -149,43 +182,6 @@ def _sentence(kernel: Kernel) -> str:
     if whole.state == "passed":
         return f"Holds its bound in all {len(kernel.judged):,} judgements on {on}."
     return f"{whole.state.capitalize()}{': ' + whole.note if whole.note else ''}."
-
-
-class Told(NamedTuple):
-    """One failure of a check, tensor, dtype and machine: one whose cause was found, or else the worst.
-
-    block: its text. more: how many more failures of this kind there are. key: the fold that holds them.
-    """
-
-    judged: Judged
-    block: str
-    more: int
-    key: str
-
-
-def _grouped(failures: list[Judged], kernel: Kernel) -> list[Told]:
-    """One failure of each tensor, dtype and machine of a check. Those with a cause that leads are first.
-
-    failures: sorted, worst first.
-    """
-    leading = causes.explanations([j.judgement for j in failures])
-    explained = {id(one) for group in leading for one in group if one.question}
-    groups: dict[tuple[str, str | None, str, Machine], list[Judged]] = {}
-    for judged in failures:
-        one = judged.judgement
-        groups.setdefault((one.check, one.tensor, one.dtype, judged.machine), []).append(judged)
-    shown = [
-        (next((j for j in group if id(j.judgement) in explained), group[0]), len(group)) for group in groups.values()
-    ]
-    return [
-        Told(
-            judged,
-            wording.failure_block(judged.judgement, tables.threshold(judged, kernel)),
-            count - 1,
-            overview.key_of(judged.judgement),
-        )
-        for judged, count in sorted(shown, key=lambda pair: id(pair[0].judgement) not in explained)
-    ]
 
 
 def _refusals(refused: list[Judged]) -> list[tuple[str, list[str], list[Judged]]]:
@@ -213,6 +209,7 @@ AXES = (
 def _picture(kernel: Kernel, machine: Machine, several: bool) -> dict[str, Any]:
     """The picture at the head of a page: rho over length, over magnitude and over the landmarks, on one grid."""
     charts_, figures = [], []
+    failed: set[str] = set()
     for axis, title, landmarks in AXES:
         panels = []
         dtypes = sorted(
@@ -225,6 +222,8 @@ def _picture(kernel: Kernel, machine: Machine, several: bool) -> dict[str, Any]:
                 if len(points) > 1:
                     panels.append(charts.Panel(tensor, dtype, tuple(points)))
         if panels:
+            points_ = [judged.judgement for panel in panels for _, judged in panel.points]
+            failed |= {one.case for one in points_ if one.status == "failed"}
             worst = max((j for panel in panels for _, j in panel.points), key=lambda j: size(j.rho))
             label = (
                 f"rho over {title}, {kernel.name} on {machine}: at most {wording.rho(worst.rho)}, "
@@ -236,7 +235,7 @@ def _picture(kernel: Kernel, machine: Machine, several: bool) -> dict[str, Any]:
             places = sorted({place for panel in panels for place, _ in panel.points})
             rows = [(place, [dict(panel.points).get(place) for panel in panels]) for place in places]
             figures.append((title, panels, rows))
-    return {"machine": machine, "charts": charts_, "figures": figures, "named": several}
+    return {"machine": machine, "charts": charts_, "figures": figures, "named": several, "failing": failed}
 
 
 def _unshifted(evidence: Evidence) -> Markup | None:
@@ -246,24 +245,35 @@ def _unshifted(evidence: Evidence) -> Markup | None:
 
 
 def _heats(failed: list[Judged], kernel: Kernel) -> list[tuple[str, str, Markup]]:
-    """Where the worst failure of each tensor lies, from the grid that the records hold for failures.
+    """Where the errors lie in the simplest failing case of each tensor, from the grid that the records hold.
 
-    Edges of tiles are drawn where the implementation claims a tile size.
+    A case whose tensor has few rows or columns is taken only where there is no other one. Edges of tiles are drawn
+    where the implementation claims a tile size.
     """
-    found: dict[str, tuple[str, str, Markup]] = {}
-    for judged in failed:
+
+    def order(judged: Judged) -> tuple[bool, bool, tuple[float, float]]:
         one = judged.judgement
-        if not one.grid or not one.tensor or one.tensor in found:
+        parts = min(len(one.grid.rho), len(one.grid.rho[0])) if one.grid and one.tensor != "lse" else ROWS
+        return is_nearly_zero(one), parts < ROWS, causes.complexity(one.case)
+
+    found = []
+    for tensor in TENSORS:
+        own = [judged for judged in failed if judged.judgement.grid and judged.judgement.tensor == tensor]
+        judged = min(own, key=order, default=None)
+        one = judged.judgement if judged else None
+        if judged is None or one is None or one.grid is None:
             continue
         grid = [[float(rho) for rho in row] for row in one.grid.rho]
-        axes = ("keys" if one.tensor in ("dk", "dv") else "queries", "dim" if one.tensor != "lse" else "")
-        about = f"{wording.TITLES[one.tensor]} in {one.dtype}"
-        label = f"the largest rho in each part of {about}: {wording.rho(judged.rho)} at most"
+        axes = ("keys" if tensor in ("dk", "dv") else "queries", "dim" if tensor != "lse" else "")
+        about = f"{wording.TITLES[tensor]} in {one.dtype}"
+        most = wording.rho(max((rho for row in grid for rho in row), key=size))
+        label = f"the largest rho in each part of {about}: {most} at most"
         arithmetic = kernel.claim.arithmetic.get(f"{one.dtype} on {one.device}", {}) if kernel.claim else {}
         tile = arithmetic.get("key_tile" if axes[0] == "keys" else "query_tile")
         svg = charts.heat(grid, (one.grid.rows, one.grid.columns), label, axes, (int(tile or 0), 0))
-        found[one.tensor] = (about, wording.repeat_line(one), svg)
-    return list(found.values())
+        which = "deterministic rho" if size(one.rho_statistical) > size(one.rho) else "rho"
+        found.append((f"{about}, {which} up to {most}", wording.repeat_line(one), svg))
+    return found
 
 
 PARTS: tuple[tuple[str, tuple[TensorName, ...]], ...] = (("out", ("out",)), ("gradients", ("dq", "dk", "dv")))

@@ -12,8 +12,9 @@ FOLDER = Path(__file__).absolute().parent / "benchmarks"  # the committed measur
 
 # Dense TFLOP/s of the tensor cores, from NVIDIA's data sheets of H100 SXM and H200 SXM. The most accurate way to
 # multiply float32 numbers there takes six bfloat16 products; three of TF32, and the FMA units (66.9), are not faster.
-_HOPPER = {"float16": 989.4, "bfloat16": 989.4, "float32": 989.4 / 6}
+_HOPPER = {"float16": 989.4, "bfloat16": 989.4, "float32": 989.4 / 6, "float8": 2 * 989.4}
 CEILINGS = {"H200": _HOPPER, "H100": _HOPPER}
+PRODUCTS = {"cuda.fa3_fp8": "float8"}  # implementations whose products are not in the dtype of their inputs
 
 
 def ceiling(device: str, dtype: str) -> float | None:
@@ -66,8 +67,8 @@ class Timing:
 
     @property
     def ceiling(self) -> float | None:
-        """The TFLOP/s that the chip cannot exceed, where they are known."""
-        return ceiling(self.device, self.dtype)
+        """The TFLOP/s that the chip cannot exceed in the dtype of the products, where they are known."""
+        return ceiling(self.device, PRODUCTS.get(self.implementation, self.dtype))
 
     @property
     def tokens(self) -> int:
@@ -122,7 +123,7 @@ def latest(timings: Iterable[Timing]) -> list[Timing]:
 
 
 def read(path: Path) -> list[Timing]:
-    """The timings of a file: of pytest-benchmark's JSON, or of a measurement with "results".
+    """The timings of a file: of pytest-benchmark's JSON, or of a measurement with "results" or "cases".
 
     Benchmarks without a throughput, such as those of the oracles, are left out. Raises ValueError, which names the
     file, for other content.
@@ -131,6 +132,8 @@ def read(path: Path) -> list[Timing]:
         content = json.loads(path.read_bytes())
         if "benchmarks" in content:
             found = [_benchmark(one, path.name, content.get("datetime", "")) for one in content["benchmarks"]]
+        elif "cases" in content:
+            found = [_of_fp8(one, content["gpu"], path.name, content.get("date", "")) for one in content["cases"]]
         else:
             device = content["gpu"]
             found = [timing for one in content["results"] for timing in _result(one, device, path.name, content)]
@@ -189,3 +192,26 @@ def _result(one: dict[str, Any], device: str, source: str, about: dict[str, Any]
             blocks=one.get("blocks"),
             note=about.get("note", ""),
         )
+
+
+def _of_fp8(one: dict[str, Any], device: str, source: str, date: str) -> Timing:
+    """The forward of cuda.fa3_fp8, which was timed in turn with that of cuda.fa3 on the same tensors."""
+    seconds, length = 1e-3 * one["ms"]["fa3_fp8"], one["n"]
+    operations = 4 * one["batch"] * one["heads"] * length**2 * one["dim"] * (0.5 if one["causal"] else 1.0)
+    return Timing(
+        implementation="cuda.fa3_fp8",
+        device=device,
+        dtype=one["dtype"],
+        direction="forward",
+        causal=one["causal"],
+        length=length,
+        dim=one["dim"],
+        batch=one["batch"],
+        heads=one["heads"],
+        seconds=seconds,
+        tflops=1e-12 * operations / seconds,
+        source=source,
+        date=date,
+        baseline="cuda.fa3",
+        ratio=one["ms"]["fa3"] / one["ms"]["fa3_fp8"],
+    )

@@ -28,15 +28,15 @@ class Chart(NamedTuple):
 def values(timings: list[Timing], evidence: Evidence) -> dict[str, Any]:
     """The values of the template speed.html."""
     dense = [t for t in timings if t.blocks is None]
-    groups = _groups(dense)
+    groups, sparse = _groups(dense), _by_share(timings)
     first, others = _sweeps(groups)
     return {
         "lead": _lead(dense),
         "sweeps": first,
         "more_sweeps": others,
-        "compared": _compared(groups),
+        "compared": _compared(groups) + _compared_at_one_share(sparse),
         "scatters": _scatters(groups, evidence),
-        "sparse": _sparse([t for t in timings if t.blocks is not None]),
+        "sparse": _sparse(sparse),
         "generations": _generations(dense),
         "standard": _beside_the_standard(dense, evidence),
         "figures_of_all": _figures(timings),
@@ -70,6 +70,11 @@ def _groups(timings: Sequence[Timing]) -> Groups:
 def _place(timing: Timing) -> tuple[object, ...]:
     """The order of charts, in which the backward of a setting follows its forward."""
     return timing.device, dtype_order(timing.dtype), timing.causal, timing.dim, timing.direction == "backward"
+
+
+def _ceiling(timings: Sequence[Timing]) -> float | None:
+    """The ceiling that a chart draws: that of most of its timings, which is the lowest."""
+    return min((timing.ceiling for timing in timings if timing.ceiling), default=None)
 
 
 def _pace(timing: Timing) -> str:
@@ -135,7 +140,7 @@ def _throughput(timings: Sequence[Timing], title: str) -> Markup:
     by_name: defaultdict[str, dict[int, float]] = defaultdict(dict)
     for timing in timings:
         by_name[timing.implementation][timing.length] = timing.tflops
-    ceiling = timings[0].ceiling
+    ceiling = _ceiling(timings)
     most = max([ceiling or 0.0, *(t.tflops for t in timings)])
     best = max(timings, key=lambda t: (t.length, t.tflops))
     lengths = sorted({t.length for t in timings})
@@ -162,15 +167,17 @@ def _compared(groups: Groups) -> list[Chart]:
         length, count = _commonest(every)
         if count <= max(2, found.get((device, group.direction, group.dtype), (0,))[0]):
             continue
-        here = sorted((t for t in every if t.length == length), key=lambda t: -t.tflops)
-        title = f"{group}, {length} tokens"
-        label = f"{title} on {device}: {here[0].implementation} is the fastest with {_pace(here[0])}"
-        rows = [(t.implementation, t.tflops, _pace(t)) for t in here]
-        found[device, group.direction, group.dtype] = (
-            count,
-            Chart(title, device, charts.bars(rows, label, here[0].ceiling)),
-        )
+        here = [t for t in every if t.length == length]
+        found[device, group.direction, group.dtype] = count, _bars(here, f"{group}, {length} tokens")
     return [chart for _, chart in found.values()]
+
+
+def _bars(timings: Sequence[Timing], title: str) -> Chart:
+    """Timings in one setting, the fastest first."""
+    here = sorted(timings, key=lambda t: -t.tflops)
+    label = f"{title} on {here[0].device}: {here[0].implementation} is the fastest with {_pace(here[0])}"
+    rows = [(t.implementation, t.tflops, _pace(t)) for t in here]
+    return Chart(title, here[0].device, charts.bars(rows, label, _ceiling(here)))
 
 
 # --------------------------------------------------------------------------------------------------- speed, accuracy
@@ -208,16 +215,30 @@ def _scatters(groups: Groups, evidence: Evidence) -> list[Chart]:
 # ----------------------------------------------------------------------------------------------------- block-sparse
 
 
-def _sparse(timings: Sequence[Timing]) -> list[dict[str, Any]]:
-    """Time against the share of kept blocks: a chart and its table for each setting with several shares.
+def _by_share(timings: Sequence[Timing]) -> list[list[Timing]]:
+    """The timings with block masks, by setting without the share of kept blocks.
 
-    Timings with another note were measured in another way, and have a chart of their own.
+    Timings with another note were measured in another way, and are apart.
     """
     groups: defaultdict[tuple[object, ...], list[Timing]] = defaultdict(list)
-    for timing in sorted(timings, key=order):
+    for timing in sorted((t for t in timings if t.blocks is not None), key=order):
         groups[*timing.setting[:-1], timing.note].append(timing)
+    return list(groups.values())
+
+
+def _compared_at_one_share(groups: Sequence[Sequence[Timing]]) -> list[Chart]:
+    """The implementations side by side in the settings in which one share of kept blocks was timed."""
+    return [
+        _bars(every, f"{every[0].group}, {every[0].length} tokens, {every[0].mask}")
+        for every in groups
+        if len({t.blocks for t in every}) == 1 < len(every)
+    ]
+
+
+def _sparse(groups: Sequence[Sequence[Timing]]) -> list[dict[str, Any]]:
+    """Time against the share of kept blocks: a chart and its table for each setting with several shares."""
     found = []
-    for every in groups.values():
+    for every in groups:
         shares = sorted({t.blocks for t in every if t.blocks is not None})
         by_name: defaultdict[str, dict[float, Timing]] = defaultdict(dict)
         for timing in every:
@@ -280,7 +301,7 @@ def _generations(timings: Sequence[Timing]) -> list[dict[str, Any]]:
             else charts.bars(
                 [(t.implementation, t.tflops, _pace(t)) for t in every],
                 f"{group} on {device}: FlashAttention-1 beside FlashAttention-2",
-                every[0].ceiling,
+                _ceiling(every),
             )
         )
         found.append({"chart": Chart(str(group), device, svg), "rows": rows})

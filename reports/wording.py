@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
-from flashproof.reports.evidence import size, worst_rho
+from flashproof.reports.evidence import is_zero, size, worst_rho
 from flashproof.reports.record import Covered, Element, Judgement
 
 _AXES = {
@@ -139,7 +139,8 @@ def finding(judgement: Judgement, *about: str) -> list[str]:
     lines.append(head)
     if judgement.worst is not None:
         got, exact = told_apart(judgement.worst.got, judgement.worst.exact)
-        lines.append(f"worst at {where(judgement)}: got {got}, exact {exact}")
+        counts = f", which counts as 0 in {judgement.dtype}" if is_zero(judgement) and exact != "0" else ""
+        lines.append(f"worst at {where(judgement)}: got {got}, exact {exact}{counts}")
         lines.append(judgement.worst.note)
     if judgement.bias is not None and (size(worst) <= 1 or abs(judgement.bias) > (judgement.bias_allowance or 0.0)):
         lines.append(bias_line(judgement))
@@ -159,6 +160,25 @@ def bias_line(judgement: Judgement) -> str:
     error = "" if judgement.bias_error is None else f" ± {number(judgement.bias_error)}"
     allowed = "" if judgement.bias_allowance is None else f"; {number(judgement.bias_allowance)} is allowed"
     return f"bias {number(judgement.bias)}{error} {bias_unit(judgement.dtype)}{allowed}"
+
+
+def bias_of_limit(judgement: Judgement) -> str:
+    """The line about a bias with its share of its limit: "bias 0.41 ± 0.02 ulp, 1.2 times its own limit".
+
+    The report shows it, because the limit of rho is 1 and that of a bias is another number.
+    """
+    allowed = (judgement.bias_allowance or 0.0) + 4.0 * (judgement.bias_error or 0.0)
+    share = abs(judgement.bias or 0.0) / allowed if allowed else math.inf
+    return f"{bias_line(judgement).partition(';')[0]}, {rho(share)} times its own limit"
+
+
+def leaning(judgement: Judgement) -> str:
+    """Says that errors have a bias: "the errors of dV in bfloat16 lean to one side"."""
+    return f"the errors of {_about(judgement)} lean to one side"
+
+
+def _about(judgement: Judgement) -> str:
+    return f"{tensor(judgement)} in {judgement.dtype}" if judgement.dtype else tensor(judgement)
 
 
 def stem(name: str) -> str:
@@ -222,22 +242,35 @@ def leans(judgement: Judgement) -> bool:
 
 def reason(judgement: Judgement) -> str:
     """Why a judgement failed, as a sentence without its end: "dV in bfloat16 is 1.7 times as far off as allowed"."""
-    about = f"{tensor(judgement)} in {judgement.dtype}" if judgement.dtype else tensor(judgement)
-    worst = worst_rho(judgement)
+    about, worst = _about(judgement), worst_rho(judgement)
     if size(worst) == math.inf:
         if judgement.worst is not None and size(judgement.worst.got) < math.inf:
             return f"{about} is wrong where its arithmetic allows no error"
         return f"{about} is not finite where the exact result is"
     if size(worst) > 1:
-        return f"{about} is {rho(worst)} times as far off as its arithmetic allows"
+        return f"{about} is {times(size(worst))} times as far off as its arithmetic allows"
     if leans(judgement):
-        return f"the errors of {about} lean to one side: {bias_line(judgement)}"
+        return f"{leaning(judgement)}: {bias_of_limit(judgement)}"
     if judgement.rms is not None:
         return (
             f"the root mean square of the errors of {about} is {number(judgement.rms)} times what its arithmetic makes"
         )
     message = judgement.message.strip().partition("\n")[0].rstrip(".")
     return f"{about} does not hold" + (f": {message}" if message else "")
+
+
+def times(figure: float) -> str:
+    """A rho in a sentence: "1.7", "28,000", "2.1e31"."""
+    return f"{float(f'{figure:.2g}'):,.0f}" if 1e4 <= figure < 1e9 else rho(figure)
+
+
+def instance(judgement: Judgement) -> str:
+    """Why a judgement failed, with its worst element: "out is 17 times as far off ...: got -0.06506 for -0.07506"."""
+    worst = judgement.worst
+    if worst is None or size(worst_rho(judgement)) <= 1:
+        return reason(judgement)
+    got, exact = told_apart(worst.got, 0.0 if is_zero(judgement) else worst.exact)
+    return f"{reason(judgement)}: got {got} for {exact}"
 
 
 def short_reason(judgement: Judgement) -> str:

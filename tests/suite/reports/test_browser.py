@@ -76,6 +76,7 @@ def test_a_page_opens_offline_and_fits(
     assert set(requests) <= {(site / file).as_uri() for file in (name, cases, "style.css", "script.js")}
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate(_CLIPPED) == []
+    assert page.evaluate(_CUT_OFF) == []
     _check_what_is_heard(page)
     _check_by_axe(page)
     page.close()
@@ -129,6 +130,15 @@ _CLIPPED = """
     const box = element.getBoundingClientRect();
     return box.width > 0 && (box.right > innerWidth + 1 || box.left < -1);
 }).map(element => element.outerHTML.slice(0, 80))
+"""
+
+
+# A script that finds commands of which a part cannot be seen.
+_CUT_OFF = """
+() => [...document.querySelectorAll("code.again, pre")].filter(element =>
+    element.scrollWidth > element.clientWidth + 1 && getComputedStyle(element).display !== "inline"
+    || getComputedStyle(element).textOverflow !== "clip" || getComputedStyle(element).whiteSpace === "nowrap"
+).map(element => element.outerHTML.slice(0, 200))
 """
 
 

@@ -1,22 +1,42 @@
 """What failing cases have in common: it names what separates them from the passing cases, and nothing by chance."""
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 
 from flashproof.cases import Case
+from flashproof.impls.spec import DTYPES
 from flashproof.reports import common
 from flashproof.reports.record import Judgement
-from flashproof.tests.suite.mutants.combinations import SPACE
 from flashproof.tests.suite.reports.building import judgement
 
 
+def drawn(seed: int) -> Case:
+    """Returns a random case."""
+    pick = Random(seed).choice
+    kv_heads = pick([1, 2, 3])
+    return Case(
+        heads=kv_heads * pick([1, 1, 2, 3]),
+        kv_heads=kv_heads,
+        queries=pick([1, 7, 64, 100, 513]),
+        keys=pick([1, 7, 64, 100, 513, 1025]),
+        dim=pick(range(8, 257, 8)),
+        dtype=pick(DTYPES),
+        mask=pick(["full", "causal", "causal-br"]),
+        dropout=pick([0.0, 0.0, 0.1, 0.85]),
+        family=pick(["normal", "spike"]),
+        spelled=pick([False, True]),
+        seed=seed,
+    )
+
+
+CASES = [drawn(seed) for seed in range(400)]
+
+
 def judged(fails: Callable[[Case], bool]) -> list[Judgement]:
-    """Returns judgements of the output in all cases of an array. fails: whether a case fails."""
-    return [
-        judgement(case=str(case), dtype=case.dtype, status="failed" if fails(case) else "passed")
-        for case in SPACE.array
-    ]
+    """Returns judgements of the output in some cases of the whole space. fails: whether a case fails."""
+    return [judgement(case=str(case), dtype=case.dtype, status="failed" if fails(case) else "passed") for case in CASES]
 
 
 @pytest.mark.parametrize(
@@ -36,17 +56,17 @@ def test_what_separates_is_named(fails: Callable[[Case], bool], words: str) -> N
     found = common.shared(judged(fails))
     assert found is not None
     assert set(words.split(" and ")) <= set(found.words.replace(", ", " and ").split(" and "))
-    assert found.failing[0] == found.failing[1] == sum(map(fails, SPACE.array))
+    assert found.failing[0] == found.failing[1] == sum(map(fails, CASES))
 
 
 def test_the_counts_are_those_of_the_cases() -> None:
     """A fault of half the cases with a head dim leaves the other half as passing cases that have it, too."""
     found = common.shared(judged(lambda case: case.dim >= 200 and case.seed % 2 == 0))
     assert found is not None
-    wide = [case for case in SPACE.array if case.dim >= 200]
+    wide = [case for case in CASES if case.dim >= 200]
     assert found.passing == (
         sum(case.seed % 2 for case in wide),
-        sum(case.seed % 2 or case.dim < 200 for case in SPACE.array),
+        sum(case.seed % 2 or case.dim < 200 for case in CASES),
     )
     assert str(found).startswith(f"All {found.failing[1]} failing cases have a head dim of at least 200; ")
 
@@ -69,6 +89,45 @@ def test_cases_that_judge_other_tensors_do_not_count() -> None:
     assert found is not None
     assert found.passing == (0, 10)
     assert str(found).endswith("; no passing case has that")
+
+
+def test_a_property_that_only_repeats_the_draw_is_not_named() -> None:
+    """Few passing cases lack it, so without it the sentence would say as much."""
+    failing = [judgement(case=f"b1 h1 q{n} k{n} d256 float32", status="failed") for n in range(100, 140)]
+    narrow = [judgement(case=f"b1 h1 q{n} k{n} d64 float32") for n in range(100, 200)]
+    wide = [judgement(case=f"b1 h1 q{n} k{n} d256 float32") for n in (400, 401)]
+    found = common.shared([*failing, *narrow, *wide])
+    assert found is not None
+    assert str(found) == (
+        "All 40 failing cases have a head dim of at least 256; 2 of 102 passing cases have that, too, so this alone "
+        "does not make a case fail"
+    )
+    many = [judgement(case=f"b1 h1 q{n} k{n} d256 float32") for n in range(400, 440)]
+    found = common.shared([*failing, *narrow, *many])
+    assert found is not None
+    assert found.words == "at most 139 queries and a head dim of at least 256"
+    assert found.passing == (0, 140)
+
+
+def test_a_property_that_leaves_out_as_many_failing_cases_is_not_named() -> None:
+    failing = [judgement(case=f"b1 h1 q{n} k{n} d256 float32", status="failed") for n in range(300, 430)]
+    failing += [judgement(case=f"b1 h1 q{n} k{n} d256 float32 v.zero", status="failed") for n in range(6)]
+    passing = [judgement(case=f"b1 h1 q{n} k{n} d256 float32 v.zero") for n in range(10, 17)]
+    passing += [judgement(case=f"b1 h1 q{n} k{n} d64 float32") for n in range(300, 430)]
+    found = common.shared([*failing, *passing])
+    assert found is not None
+    assert found.words == "a head dim of at least 256"
+
+
+def test_a_property_that_another_one_makes_needless_goes() -> None:
+    """The second and third property together exclude what the first one does."""
+    failing = [drawn(seed) for seed in range(30)]
+    passing = [drawn(seed) for seed in range(30, 200)]
+    halves = {case: seed for seed, case in enumerate(passing)}
+    first: common.Property = ("first", lambda case: case in failing or halves[case] < 40)
+    second: common.Property = ("second", lambda case: case in failing or halves[case] % 2 == 0)
+    third: common.Property = ("third", lambda case: case in failing or halves[case] % 2 == 1)
+    assert common._needed([first, second, third], failing, passing) == [second, third]
 
 
 def test_what_is_no_case_is_left_out() -> None:

@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+import math
 import re
 import subprocess
 import sys
@@ -10,13 +11,15 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
-from flashproof.reports import __main__, portrait, wording
+from flashproof.reports import __main__, charts, front, overview, portrait, wording
 from flashproof.reports.evidence import gather
 from flashproof.reports.pages import write_site
-from flashproof.reports.portrait import IN_FULL, SHOWN
-from flashproof.reports.record import FIRST_POWER, LAST_POWER, Absence, Elements, Grid, Record, TensorName
+from flashproof.reports.portrait import NEXT, SHOWN
+from flashproof.reports.record import FIRST_POWER, LAST_POWER, Absence, Elements, Grid, Judgement, Record, TensorName
 from flashproof.reports.templating import linked
 from flashproof.tests.suite.reports import building
 from flashproof.tests.suite.reports.building import claim, environment, judgement
@@ -108,7 +111,7 @@ def test_the_index_begins_with_a_sentence_of_verdict(site: Path) -> None:
     words = pages(site)["index.html"].words
     for told in (
         "1 of 4 implementations holds its bound",
-        "fails too.",
+        "2 fail; the name of each in the table opens its failures. The worst is",
         "AMD EPYC, 2 cores",
         "NVIDIA H200",
         "2026-03-03",
@@ -126,11 +129,13 @@ def test_the_index_begins_with_a_sentence_of_verdict(site: Path) -> None:
         (
             [claim(), judgement(), judgement("b", check="gradients/backward", tensor="dv", status="failed", rho=1.7)],
             "1 of 2 implementations holds its bound on every case. "
-            "b on AMD EPYC, 2 cores fails: dV in float32 is 1.7 times as far off as its arithmetic allows.",
+            "b on AMD EPYC, 2 cores fails in its only case: dV in float32 is 1.7 times as far off as its arithmetic "
+            "allows.",
         ),
         (
             [judgement("b", status="failed", bias=0.31, bias_error=0.01, bias_allowance=0.25, dtype="float16")],
-            "b on AMD EPYC, 2 cores fails: the errors of out in float16 lean to one side: bias 0.31 ± 0.010 ulp",
+            "b on AMD EPYC, 2 cores fails in its only case: the errors of out in float16 lean to one side: "
+            "bias 0.31 ± 0.010 ulp, 1.1 times its own limit.",
         ),
         ([judgement(), judgement("b", status="known defect", rho=3.0)], "b has known defects."),
         ([judgement("b", status="failed", rho="nan")], "out in float32 is not finite where the exact result is."),
@@ -209,7 +214,9 @@ def test_the_matrix_keeps_narrowed_runs_apart(tmp_path: Path) -> None:
         ),
         (
             [claim(), judgement(status="failed", rho=3.0)],
-            "The worst: out in float32 is 3.0 times as far off as its arithmetic allows. No run was whole.",
+            "case: out in float32 is 3.0 times as far off as its arithmetic allows. Cases that failed: 1 of 1 in "
+            "float32 on AMD EPYC, 2 cores. No run was whole: float16, bfloat16 and CUDA were not run, although "
+            "claimed. Its command: pytest --impl '*'.",
         ),
     ],
 )
@@ -219,14 +226,92 @@ def test_the_page_says_that_a_run_was_narrowed(tmp_path: Path, records: list[Rec
     assert "was whole" not in whole
 
 
+def test_what_was_run_stands_beside_the_verdict(tmp_path: Path) -> None:
+    judged = [
+        judgement(dtype=dtype, case=f"b1 h1 q{n} k{n} d8 {dtype}") for n in (1, 2) for dtype in ("float32", "float16")
+    ]
+    failed = judgement(dtype="float16", case="b1 h1 q3 k3 d8 float16", status="failed", rho=3.0)
+    site = several(tmp_path, run(claim(ended=False), *judged, failed, command="flashproof f --dtype float16"))
+    says = (
+        "Cases that failed: 0 of 2 in float32 and 1 of 3 in float16 on AMD EPYC, 2 cores. "
+        "No run was whole: bfloat16 and CUDA were not run, although claimed. The run was interrupted."
+    )
+    assert f"{says} Its command: flashproof f --dtype float16." in the_page(site, "triton.fa2").words
+    assert says in pages(site)["index.html"].words
+
+
+def test_a_simpler_case_in_a_dtype_that_was_not_run_says_so(tmp_path: Path) -> None:
+    said = "the simplest case that fails: b1 h1 q7 k7 d8 float32 full normal seed4; it needs dtype float32"
+    failed = judgement(
+        status="failed", rho=2.0, dtype="float16", message=said, case="b2 h2 q99 k99 d8 float16 full normal x16 seed0"
+    )
+    words = "and is in float32, in which the run judged nothing else. The records hold no figures of it; the command"
+    assert words in the_page(small_site(tmp_path / "one", failed), "triton.fa2").words
+    both = the_page(small_site(tmp_path / "both", failed, judgement()), "triton.fa2").words
+    assert "made simpler step by step. The records hold no figures of it; the command prints them." in both
+
+
 def test_accuracy_is_told_before_special_calls(tmp_path: Path) -> None:
     failed = [
         judgement(check="contract/twice", status="failed", rho=9.0),
         judgement(check="accuracy/forward", status="failed", rho=2.0),
     ]
-    site = small_site(tmp_path, *failed)
-    assert "out in float32 is 2.0 times" in pages(site)["index.html"].words
-    assert the_page(site, "triton.fa2").text.index("rho 2.0") < the_page(site, "triton.fa2").text.index("rho 9.0")
+    text = the_page(small_site(tmp_path, *failed), "triton.fa2").text
+    assert text.index("rho 2.0") < text.index("rho 9.0")
+
+
+def test_the_sentence_says_how_many_fail_and_how_to_see_each(tmp_path: Path) -> None:
+    failed = [judgement(name, status="failed", rho=rho) for name, rho in (("a", 2.0), ("b", 9.0), ("c", 3.0))]
+    site = small_site(tmp_path, *failed, judgement("d"))
+    words = pages(site)["index.html"].words
+    assert "3 fail; the name of each in the table opens its failures. The worst is b on AMD EPYC, 2 cores: out" in words
+    assert {"a.html", "b.html", "c.html"} <= set(pages(site)["index.html"].all("href"))
+
+
+def test_the_overview_says_that_columns_fail_for_one_cause(tmp_path: Path) -> None:
+    cause = "this is the answer without the causal mask"
+    checks = ("accuracy/forward", "masks/hidden", "contract/twice")
+    failed = [judgement(status="failed", check=check, rho=9.0, question=cause) for check in checks]
+    site = small_site(tmp_path / "answer", *failed, judgement(check="stability/shifted", status="failed", rho=2.0))
+    for page in (pages(site)["index.html"], the_page(site, "triton.fa2")):
+        assert "The columns out, masks and calls show the same cause." in page.words
+    wide = [f"b1 h1 q{n} k{n} d256 float32 full normal seed0" for n in range(200, 204)]
+    failed = [judgement(status="failed", check=check, case=case, rho=9.0) for check in checks for case in wide]
+    passed = [judgement(case=f"b1 h1 q{n} k{n} d64 float32 full normal seed0") for n in range(200, 210)]
+    words = pages(small_site(tmp_path / "cases", *failed, *passed))["index.html"].words
+    assert "All 4 failing cases have a head dim of at least 256; no passing case has that." in words
+    assert "The columns out, masks and calls fail in these cases, so one fault may explain them." in words
+
+
+def test_the_legend_of_the_overview_has_every_word_and_mark(tmp_path: Path) -> None:
+    """Each status, with a rho and without: the cells of the overview hold nothing that the legend lacks."""
+    statuses = ("passed", "failed", "known defect", "refused")
+    about: tuple[dict[str, Any], ...] = (
+        {"rho": 2.0},
+        {"rho": "inf"},
+        {"rho": 0.5, "bias": 9.0, "bias_error": 0.1, "bias_allowance": 0.25},
+        {"rho": None, "tensor": None},
+        {"rho": None, "tensor": None, "check": "masks/hidden"},
+        {"rho": None, "tensor": None, "rms": 1.9},
+    )
+    every = [judgement(status=status, **one) for status in statuses for one in about]
+    every = [one for one in every if (one.status, one.rho) != ("passed", "inf")]
+    legend = {word for words, _ in front.WORDS for word in words.split(", ")}
+    for one in every:
+        word = re.sub(r"\d+(\.\d+)?", "1.7", wording.short_reason(one))
+        assert word in {re.sub(r"\d+(\.\d+)?", "1.7", known) for known in legend}, word
+    site = small_site(
+        tmp_path, claim(), *(msgspec.structs.replace(one, check=f"accuracy/{i}") for i, one in enumerate(every))
+    )
+    page = pages(site)["index.html"]
+    marks = {attributes.get("class", "") for tag, attributes in page.elements if tag == "i"}
+    assert marks <= {form.mark for form, _ in front.MARKS}
+    for state in overview.GROUPS.values():
+        for bar in state:
+            assert front._form(overview.Bar("float32", bar)).mark in {form.mark for form, _ in front.MARKS}
+    for word in ("fault", "no", "bias", "ok", "not run here"):
+        assert word in legend
+    assert all(said in page.words for _, said in (*front.MARKS, *front.WORDS))
 
 
 def test_a_cell_tells_its_worst_case_and_leads_to_its_cases(tmp_path: Path) -> None:
@@ -286,7 +371,7 @@ def test_an_implementation_page_is_complete(site: Path) -> None:
     ):
         assert words in page.words, words
     order = [
-        page.text.index(heading) for heading in ("Error over length", "Failures", "What was checked", "What it claims")
+        page.text.index(heading) for heading in ("Failures", "Error over length", "What was checked", "What it claims")
     ]
     assert order == sorted(order)
     names = [attributes["aria-label"] for tag, attributes in page.elements if tag == "svg" and "role" in attributes]
@@ -308,6 +393,129 @@ def test_the_file_of_cases_holds_every_judgement(tmp_path: Path) -> None:
     assert data["rho"] == ["0.50", "7.0"]
     assert data["words"][data["command"][1]] + data["words"][data["case"][1]] == "pytest --impl triton.fa2 --case x"
     assert data["words"][data["said"][1]] == "two sums"
+
+
+def test_the_simplest_failure_is_first_and_the_worst_beside_it(tmp_path: Path) -> None:
+    cases = {
+        "b1 h2 q128 k128 d64 float32 causal normal x16 k.columns spelled seed1": 9.0,
+        "b1 h2 q99 k99 d64 float32 causal normal seed2": 2.0,
+        "b1 h2 q128 k128 d64 float32 causal normal seed3": 3.0,
+    }
+    failed = [judgement(status="failed", case=case, rho=rho) for case, rho in cases.items()]
+    text = the_page(small_site(tmp_path / "recorded", *failed), "triton.fa2").text
+    assert "in all 3 cases. The simplest failing case: out in float32 is 2.0 times as far off" in text
+    order = [
+        "The simplest failing case: ",
+        "Failures",
+        "simplest case first",
+        "rho 2.0",
+        "seed2'",
+        "The worst case",
+        "rho 9.0",
+        "seed1'",
+    ]
+    places = [text.index(words) for words in order]
+    assert places == sorted(places)
+
+
+def test_the_needs_of_one_case_are_not_told_beside_what_all_share(tmp_path: Path) -> None:
+    """A second failure may need something else, so the words of single cases contradict one another."""
+    simple = "b1 h1 q71 k71 d136 float32 full normal seed4"
+    said = f"the simplest case that fails: {simple}; it needs head dim 136, layout of k columns"
+    failed = [
+        judgement(
+            status="failed",
+            rho=2.0,
+            case=f"b2 h1 q{n} k{n} d256 float32 full normal x16 seed0",
+            message=said,
+            worst=building.worst(2.0),
+        )
+        for n in range(200, 204)
+    ]
+    passed = [judgement(case=f"b1 h1 q{n} k{n} d64 float32 full normal seed0") for n in range(200, 210)]
+    for others, is_told in (([], True), (passed, False)):
+        site = small_site(tmp_path / str(is_told), *failed, *others)
+        page = the_page(site, "triton.fa2").words
+        assert f"again: pytest --impl triton.fa2 --case '{simple}' This case comes from a failing one" in page
+        assert f"the simplest case that fails: {simple}" in page
+        assert ("it needs" in page) == is_told
+        assert any("it needs" in word for word in every_case(site, "triton.fa2")["words"]) == is_told
+
+
+def test_the_charts_say_which_failing_cases_they_do_not_show(tmp_path: Path) -> None:
+    def swept(**fields: Any) -> list[Record]:
+        return [
+            judgement(case=f"b1 h1 q{n} k{n} d64 float32 full normal seed1", axes={"queries": n}, **fields)
+            for n in (8, 9)
+        ]
+
+    other = [judgement(status="failed", case=f"b1 h1 q8 k8 d64 float32 full normal x{n} seed1") for n in (2, 3, 4)]
+    for records, words in (
+        (
+            [*swept(), *other],
+            "They show none of the 3 failing cases. The failures stand above.",
+        ),
+        ([*swept(status="failed"), *other], "They show 2 of the 5 failing cases. The failures stand above."),
+        ([*swept(), other[0]], "They do not show the failing case. The failures stand above."),
+        ([*swept(status="failed")], ""),
+    ):
+        page = the_page(small_site(tmp_path / str(len(words)), *records), "triton.fa2").words
+        assert words in page
+        assert ("The charts have cases of their own" in page) == bool(words)
+
+
+def test_charts_without_a_failing_case_are_folded(tmp_path: Path) -> None:
+    def swept(**fields: Any) -> list[Record]:
+        return [
+            judgement(case=f"b1 h1 q{n} k{n} d64 float32 full normal seed1", axes={"queries": n}, **fields)
+            for n in (8, 9)
+        ]
+
+    other = judgement(status="failed", case="b1 h1 q8 k8 d64 float32 full normal x2 seed1", rho=3.0)
+    fold = "<summary>charts of cases that hold</summary>"
+    for number, (records, is_folded) in enumerate(
+        (([*swept(), other], True), ([*swept(status="failed", rho=3.0), other], False), (swept(), False))
+    ):
+        page = (small_site(tmp_path / str(number), *records) / "triton.fa2.html").read_text()
+        assert (fold in page) == is_folded
+        assert page.count("<details") == page.count("</details>")
+        assert 'aria-label="rho over sequence length' in page
+
+
+def test_failures_of_special_calls_that_repeat_one_fault_are_one(tmp_path: Path) -> None:
+    wide = [f"b1 h1 q{n} k{n} d256 float32 full normal seed0" for n in range(200, 204)]
+    checks = ("accuracy/forward", "accuracy/search", "contract/a", "contract/b", "contract/c")
+    failed = [judgement(status="failed", check=check, case=case, rho=9.0) for check in checks for case in wide]
+    own = judgement(status="failed", check="contract/d", tensor="dk", case="b1 h1 q9 k9 d64 float32", rho=9.0)
+    passed = [judgement(case=f"b1 h1 q{n} k{n} d64 float32 full normal seed0") for n in range(200, 240)]
+    page = the_page(small_site(tmp_path, *failed, own, *passed), "triton.fa2")
+    failures = page.words.partition("Failures ")[2].partition("What was checked")[0]
+    assert "11 more cases of contract/a, contract/b and contract/c." in failures
+    cards = [attributes for tag, attributes in page.elements if attributes.get("class", "").startswith("failure")]
+    assert len(cards) == 3, "the simplest one with the worst, the other check of accuracy, and one of the calls"
+    alone = the_page(small_site(tmp_path / "alone", *failed, own), "triton.fa2").words
+    assert "are like this one" not in alone
+
+
+def test_a_bias_is_told_as_a_share_of_its_own_limit(tmp_path: Path) -> None:
+    """The limit of rho is 1, and that of a bias is another number."""
+    failed = judgement(status="failed", dtype="float16", rho=0.6, bias=0.58, bias_error=0.01, bias_allowance=0.25)
+    text = the_page(small_site(tmp_path, failed), "triton.fa2").text
+    assert "lean to one side: bias 0.58 ± 0.010 ulp, 2.0 times its own limit" in text
+    assert "0.25 is allowed" not in text
+
+
+def test_the_words_of_the_cases_on_a_page_are_explained(site: Path) -> None:
+    page = the_page(site, "triton.fa2")
+    legend = page.text.partition("What the words of a case mean")[2].partition("One case of each")[0]
+    cases = re.findall(r"--case 'b\d+ h\d+ q\d+ k\d+ d\d+ ([^']*)'", page.text)
+    assert cases
+    for word in {word for case in cases for word in case.split()}:
+        number = re.fullmatch(r"(x|seed|shift)[-\d.]+", word)
+        assert re.search(rf"(?<![\w.]){number[1]}[-\d.]+ " if number else rf"(?<![\w.]){re.escape(word)} ", legend), (
+            word
+        )
+    assert "packed" not in legend
 
 
 def test_a_failure_shows_where_in_the_tensor_it_lies(tmp_path: Path) -> None:
@@ -344,8 +552,8 @@ def test_failures_that_are_left_out_are_counted(tmp_path: Path) -> None:
         for case in ("q1", "q2")
     ]
     words = the_page(small_site(tmp_path, *failed), "triton.fa2").words
-    assert f"{SHOWN - IN_FULL} more" in words
-    assert "The rest, with 4 failed judgements, stands in the folds below." in words
+    assert f"{SHOWN - NEXT} more" in words
+    assert "The rest, with 2 failed judgements, stands in the folds below." in words
 
 
 def test_judgements_without_a_claim_are_shown(tmp_path: Path) -> None:
@@ -543,7 +751,10 @@ def test_errors_name_what_is_wrong(
     if records.endswith((".jsonl", ".gz")) and records != "good.jsonl":
         assert __main__.main([str(tmp_path / records), str(good), "-o", str(tmp_path / output)]) == 1
         assert message in capsys.readouterr().err
-        assert message in Page(tmp_path / "site" / "index.html").text
+        page = Page(tmp_path / "site" / "index.html")
+        assert message in page.text
+        assert "Left out of this report, because it cannot be read: 1 file" in page.words
+        assert ("summary", {"class": "failed"}) in page.elements
 
 
 @pytest.mark.parametrize(("tensor", "edges"), [("dk", 3), ("out", 0)])
@@ -555,6 +766,29 @@ def test_a_heat_map_has_the_edges_of_claimed_tiles(tmp_path: Path, tensor: Tenso
     (kernel,) = gather([path]).kernels
     ((_, _, svg),) = portrait._heats(list(kernel.judged), kernel)
     assert svg.count('class="landmark"') == edges
+
+
+def test_a_heat_map_shows_the_simplest_failing_case(tmp_path: Path) -> None:
+    rows: list[list[float | str]] = [[0.05, 2.0e3] * 8] * 16
+    grid, small = Grid(rows=64, columns=16, rho=rows), Grid(rows=1, columns=16, rho=rows[:1])
+    cases = ("b1 h1 q64 k64 d2 float32 causal normal x16 k.columns seed7", "b1 h1 q64 k64 d2 float32 full normal seed8")
+    failed = [judgement(status="failed", rho=2.0e3 / n, grid=grid, case=case) for n, case in enumerate(cases, 1)]
+    failed.append(judgement(status="failed", rho=9.0, grid=small, case="b1 h1 q1 k1 d2 float32 full normal seed9"))
+    (kernel,) = gather([building.write(tmp_path / "run.jsonl", [environment(), *failed])]).kernels
+    ((about, line, _),) = portrait._heats(list(kernel.judged), kernel)
+    assert about == "out in float32, rho up to 2000"
+    assert "seed8" in line
+
+
+def test_a_heat_map_has_a_scale_of_logarithms_up_to_its_largest_rho() -> None:
+    assert charts.heat_steps([0.5, 1.0]) == [(0.1, "h0"), (1.0, "h1")]
+    assert [edge for edge, _ in charts.heat_steps([0.0, 1e4])] == [0.1, 1.0, 10.0, 100.0, 1000.0, 1e4]
+    assert charts.heat_steps([1.5, math.nan])[2:] == [(1.5, "h5"), (math.inf, "h6")]
+    svg = charts.heat([[0.05, 50.0], [1e4, math.inf]], (64, 64), "a map", ("queries", "dim"), (0, 0))
+    for name in ("up to 0.1", "up to 1, the bound", "up to 10", "up to 100", "up to 1000", "up to 1.0e4", "not finite"):
+        assert f">{name}</text>" in svg, name
+    assert [svg.count(f'<path class="{kind}"') for kind in ("h0", "h3", "h5", "h6")] == [1, 1, 1, 1]
+    assert svg.count("mark over") == 3
 
 
 def test_errors_of_all_elements_stand_beside_the_correctly_rounded_result(tmp_path: Path) -> None:
@@ -594,7 +828,7 @@ def test_a_failure_whose_cause_was_found_comes_first(tmp_path: Path) -> None:
     failed.append(judgement(status="failed", tensor="out", rho=2.0, question=cause, case="b1 q8 seed1"))
     site = write_site([building.write(tmp_path / "run.jsonl", [environment(), *failed])], tmp_path / "site").parent
     text = the_page(site, "triton.fa2").text
-    assert f"Fails 1 check: {cause}. The worst: " in text
+    assert f"Fails 1 check in all 2 cases: {cause}. The simplest failing case: out in float32 is 2.0 times" in text
     assert text.index("rho 2.0") < text.index("rho 9.0")
 
 
@@ -604,18 +838,52 @@ def test_a_cause_in_few_failing_checks_is_no_headline(tmp_path: Path) -> None:
     failed = [judgement(status="failed", check=f"contract/{name}", rho=3.0) for name in ("a", "b", "c", "d")]
     failed.append(judgement(status="failed", rho=2.0, question=cause))
     text = the_page(small_site(tmp_path, claim(), *failed), "triton.fa2").text
-    assert "Fails 5 checks. The worst: out in float32 is 3.0 times as far off" in text
+    assert "Fails 5 checks in its only case. The simplest failing case: out in float32 is" in text
 
 
-def test_the_worst_of_a_page_is_the_worst_of_the_overview(tmp_path: Path) -> None:
-    """A larger rho in a check of calls is the worst, although a check of accuracy fails too."""
+def test_a_larger_rho_in_a_check_of_calls_is_the_worst_case(tmp_path: Path) -> None:
     failed = [judgement(status="failed", rho=141.0), judgement(status="failed", check="contract/grown", rho=1423.0)]
     page = the_page(small_site(tmp_path, claim(), *failed), "triton.fa2").text
-    assert "The worst: out in float32 is 1423 times as far off" in page
+    assert page.index("rho 141") < page.index("The worst case") < page.index("rho 1423")
     checks = ("contract/z", "accuracy/forward")  # without a figure, the check of plain calls tells most
     failed = [judgement(status="failed", check=check, tensor=None, rho=None, message="wrong") for check in checks]
     page = the_page(small_site(tmp_path / "none", claim(), *failed), "triton.fa2").text
-    assert "The worst: accuracy/forward in float32 does not hold" in page
+    assert "The simplest failing case: accuracy/forward in float32 does not hold" in page
+
+
+def test_an_exact_value_of_nearly_0_is_not_the_headline(tmp_path: Path) -> None:
+    """There, a bound may be tiny and rho larger than any other, although the error is small."""
+
+    def failed(rho: float | str, got: float, exact: float, case: str) -> Judgement:
+        element = building.worst(17.0, got=got, exact=exact, error=abs(got - exact))
+        return judgement(status="failed", rho=rho, worst=element, case=case)
+
+    typical = failed(17.0, -0.06506, -0.07506, "b2 h1 q79 k79 d216 float32 causal normal seed1")
+    small = [
+        failed(2.1e31, 1.0, 1.277e-29, "b1 h1 q8 k8 d64 float32 full normal seed2"),
+        failed("inf", -1.9, 0.0, "b1 h1 q7 k7 d64 float32 full normal seed3"),
+        failed("nan", 0.0, -2.48e-319, "b1 h1 q6 k6 d64 float32 full normal seed4"),
+    ]
+    site = small_site(tmp_path, claim(), *small, typical, judgement(case="b1 h1 q5 k5 d64 float32"))
+    says = "out in float32 is 17 times as far off as its arithmetic allows: got -0.06506 for -0.07506."
+    assert f"fails in 4 of 5 cases: {says}" in pages(site)["index.html"].words
+    page = the_page(site, "triton.fa2").words
+    assert f"in 4 of 5 cases. The simplest failing case: {says}" in page
+    assert "The worst case, and the simplest" in page
+    assert "rho 17" in page.partition("Failures")[2][:500]
+    titles = [attributes.get("title") for _, attributes in pages(site)["index.html"].elements]
+    assert "float32 failed 17; float16 not run; bfloat16 not run" in titles
+    others = [replace(one, implementation="b") for one in small]
+    words = pages(small_site(tmp_path / "several", typical, *others))["index.html"].words
+    assert "The worst is triton.fa2" in words
+
+
+def test_an_exact_value_below_every_number_of_the_dtype_counts_as_0(tmp_path: Path) -> None:
+    element = building.worst(9.0, got=-5.8e-6, exact=-5.8e-182, error=5.8e-6)
+    failed = judgement(status="failed", dtype="bfloat16", rho=4.9e32, worst=element)
+    page = the_page(small_site(tmp_path, failed), "triton.fa2").words
+    assert "got -5.8e-06 for 0." in page
+    assert "exact -5.8e-182, which counts as 0 in bfloat16" in page
 
 
 def test_failed_checks_are_counted_with_and_without_their_dtypes(tmp_path: Path) -> None:

@@ -62,7 +62,9 @@ def test_what_has_no_throughput_is_left_out(tmp_path: Path) -> None:
 
 def test_every_committed_file_is_read() -> None:
     every = sorted(speed.FOLDER.glob("*.json"))
-    files = [path for path in every if {"results", "benchmarks"} & {*json.loads(path.read_text())}]  # not raw figures
+    files = [
+        path for path in every if {"results", "benchmarks", "cases"} & {*json.loads(path.read_text())}
+    ]  # not raw figures
     assert files
     assert all(speed.read(path) or training.read(path) for path in files)
     sources = {timing.source for timing in speed.committed()} | {step.source for step in training.committed()}
@@ -135,7 +137,7 @@ def test_the_page_has_every_part(whole: Path) -> None:
 def test_the_table_of_the_tutorials_has_every_length(whole: Path) -> None:
     text = whole.read_text()
     table = text[text.index('id="standard"') :]
-    rows = re.findall(r"<tr><th scope=\"row\">(\d+)</th>((?:<td>[^<]*)+)</tr>", table)[:6]
+    rows = re.findall(r"<tr><th scope=\"row\">(\d+)((?:<td>[^<]*)+)", table)[:6]
     assert [int(length) for length, _ in rows] == [512, 1024, 2048, 4096, 8192, 16384]
     standard, flash, speed_up, matrix, measured, ratio = re.findall(r"<td>([^<]*)", rows[5][1])
     assert float(speed_up) == pytest.approx(float(standard) / float(flash), rel=0.01)
@@ -167,8 +169,33 @@ def test_block_masks_measured_in_two_ways_are_not_in_one_chart(tmp_path: Path) -
         replace(timing, date=date) for timing, date in ((sparse[1], "2026-01-01"), (sparse[0], "2026-02-01"))
     )
     assert len(speed.latest([early, late])) == 2
-    assert [part["note"] for part in throughput._sparse(sparse)] == ["", "waits"]
-    assert throughput._sparse([sparse[0], sparse[3]]) == []
+    assert [part["note"] for part in throughput._sparse(throughput._by_share(sparse))] == ["", "waits"]
+    assert throughput._sparse(throughput._by_share([sparse[0], sparse[3]])) == []
+
+
+def test_implementations_are_compared_where_one_share_of_blocks_was_timed() -> None:
+    one = [replace(TIMING, implementation=name, blocks=0.25) for name in ("cuda.block_sparse", "flex")]
+    several = [replace(TIMING, implementation="flex", blocks=blocks, length=8192) for blocks in (0.5, 1.0)]
+    (chart,) = throughput._compared_at_one_share(throughput._by_share([TIMING, *one, *several]))
+    assert chart.title == "forward, float16, head dim 128, 4096 tokens, 25 % of blocks"
+    assert "cuda.block_sparse" in chart.svg
+
+
+def test_what_was_timed_stands_on_the_page_of_the_committed_measurements(tmp_path: Path) -> None:
+    """cuda.fa3_fp8 and the block-sparse kernels have figures, so they have charts, too."""
+    names = sorted({timing.implementation for timing in speed.committed()})
+    records = building.write(
+        tmp_path / "run.jsonl", [environment(building.GPU), *(judgement(name, building.GPU) for name in names)]
+    )
+    text = write_pages(gather([records]), tmp_path / "site").with_name("speed.html").read_text()
+    figures = text[text.index('id="figures"') :]
+    drawn = {
+        name for svg in re.findall(r'<svg role="img".*?</svg>', text, re.DOTALL) for name in names if f">{name}<" in svg
+    }
+    assert [name for name in names if f">{name}</a>" not in figures] == []
+    assert {"cuda.fa3_fp8", "cuda.block_sparse", "triton.block_sparse", "flex"} <= drawn
+    lengths = text[text.index('id="lengths"') : text.index('id="compared"')]
+    assert ">cuda.fa3_fp8<" in lengths
 
 
 def test_a_line_over_length_needs_two_lengths() -> None:
@@ -181,6 +208,12 @@ def test_a_line_over_length_needs_two_lengths() -> None:
 @pytest.mark.parametrize(("tflops", "share"), [(4.1, "0.4 %"), (770.0, "78 %")])
 def test_a_small_share_of_the_chip_is_not_zero(tflops: float, share: str) -> None:
     assert throughput._pace(replace(TIMING, tflops=tflops)).endswith(f", {share}")
+
+
+def test_products_in_fp8_have_a_ceiling_of_their_own() -> None:
+    fast = replace(TIMING, implementation="cuda.fa3_fp8")
+    assert fast.ceiling == 2 * 989.4
+    assert throughput._ceiling([fast, TIMING]) == TIMING.ceiling
 
 
 def test_a_table_has_the_bytes_of_one_measurement(tmp_path: Path) -> None:

@@ -1,0 +1,224 @@
+"""What the page of an implementation says about its failures: what is wrong, where, how bad, and how to repeat it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from flashproof.reports import causes, common, overview, symptoms, tables, wording
+from flashproof.reports.evidence import DTYPES, Evidence, Judged, Kernel, Machine, dtype_order
+from flashproof.reports.record import Judgement
+
+Kind = tuple[str, str | None, str, Machine]  # check, tensor, dtype and machine
+
+
+class Told(NamedTuple):
+    """One failure of a check, tensor, dtype and machine.
+
+    block: its text. more: how many more failures of this kind there are. key: the fold that holds them. also: other
+    checks whose failures are folded into this one.
+    """
+
+    judged: Judged
+    block: str
+    more: int
+    key: str
+    also: tuple[str, ...] = ()
+
+
+class First(NamedTuple):
+    """The failures to look at first. worst: None if the simplest failure is also the worst.
+
+    simpler: the command for a case that is simpler than every recorded one, and fails too. It has no figures.
+    dtype: of that case, if nothing was judged in it. Otherwise empty.
+    """
+
+    simplest: Told
+    worst: Told | None
+    simpler: str
+    dtype: str = ""
+
+
+def shared(kernel: Kernel) -> common.Shared | None:
+    """What the failing cases of an implementation have in common (`common.shared`)."""
+    return common.shared([judged.judgement for judged in kernel.judged])
+
+
+def symptoms_of(kernel: Kernel) -> list[symptoms.Symptom]:
+    """What the records show of the failures (`symptoms.symptoms`)."""
+    return symptoms.symptoms([judged.judgement for judged in kernel.judged])
+
+
+def failed(kernel: Kernel) -> list[Judged]:
+    """The failures, those that tell most first (`overview.gravity`)."""
+    every = [judged for judged in kernel.judged if judged.judgement.status == "failed"]
+    return sorted(every, key=overview.gravity, reverse=True)
+
+
+def first(kernel: Kernel, where: common.Shared | None) -> First:
+    """The simplest failure (`overview.simplest_failure`), which the sentence at the top tells, and the worst one."""
+    every, gravest, simplest = failed(kernel), overview.worst_failure(kernel), overview.simplest_failure(kernel)
+    assert gravest is not None, "only the page of an implementation that fails asks"
+    assert simplest is not None
+    is_explained = bool(causes.explanations([judged.judgement for judged in every]))
+    simpler = min(
+        (
+            msgspec.structs.replace(judged.judgement, case=line)
+            for judged in every
+            for line in common.simplest_lines(judged.judgement.message)
+        ),
+        key=lambda judgement: causes.complexity(judgement.case),
+        default=simplest.judgement,
+    )
+    is_simpler = not is_explained and causes.complexity(simpler.case) < causes.complexity(simplest.judgement.case)
+    groups = _groups(every)
+    words, dtypes = simpler.case.split(), {judged.judgement.dtype for judged in kernel.judged}
+    return First(
+        _told(simplest, groups, kernel, where),
+        None if simplest is gravest else _told(gravest, groups, kernel, where),
+        wording.repeat_line(simpler) if is_simpler else "",
+        next((word for word in words if word in DTYPES and word not in dtypes), "") if is_simpler else "",
+    )
+
+
+def told(
+    failures: Sequence[Judged], kernel: Kernel, where: common.Shared | None = None, shown: Sequence[Told] = ()
+) -> list[Told]:
+    """One failure of each check, tensor, dtype and machine: one whose cause was found, or else the worst.
+
+    failures: sorted, worst first. where: what all failing cases have in common. shown: failures whose kind is left out.
+    """
+    leading = causes.explanations([judged.judgement for judged in failures])
+    explained = {id(one) for group in leading for one in group if one.question}
+    before = {_kind(one.judged) for one in shown}
+    groups = _groups(failures)
+    repeats = [kind for kind in _repeats(groups, explained, where) if kind not in before]
+    found = [
+        _told(next((j for j in group if id(j.judgement) in explained), group[0]), groups, kernel, where)
+        for kind, group in groups.items()
+        if kind not in before and kind not in repeats[1:]
+    ]
+    if len(repeats) > 1:
+        place = next(at for at, one in enumerate(found) if _kind(one.judged) == repeats[0])
+        also = tuple(dict.fromkeys(check for check, *_ in repeats[1:] if check != repeats[0][0]))
+        found[place] = found[place]._replace(more=sum(len(groups[kind]) for kind in repeats) - 1, also=also)
+    return found
+
+
+def _repeats(groups: dict[Kind, list[Judged]], explained: set[int], where: common.Shared | None) -> list[Kind]:
+    """The kinds of failures of special calls that repeat what plain calls show.
+
+    Plain calls fail in the same tensor, and the failing cases have what all failing cases have in common, or the cause.
+    """
+    plain = {kind[1] for kind in groups if kind[0].partition("/")[0] in overview.OF_TENSORS}
+
+    def is_alike(group: Sequence[Judged]) -> bool:
+        if any(id(judged.judgement) in explained for judged in group):
+            return True
+        return where is not None and _share([judged.judgement for judged in group], where) >= common.HELD
+
+    calls = [kind for kind in groups if kind[0].startswith("contract/") and kind[1] in plain]
+    return [kind for kind in calls if is_alike(groups[kind])]
+
+
+class Ran(NamedTuple):
+    """What was run of an implementation that fails. commands: those of its runs that were not whole."""
+
+    words: str
+    commands: list[str]
+
+
+def ran(kernel: Kernel, evidence: Evidence) -> Ran:
+    """On which devices and in which dtypes cases were run, how many failed, and what was claimed and not run."""
+    told = []
+    for machine in kernel.machines:
+        parts = []
+        for dtype in sorted({j.judgement.dtype for j in kernel.judged if j.machine == machine} - {""}, key=dtype_order):
+            own = [j.judgement for j in kernel.judged if (j.machine, j.judgement.dtype) == (machine, dtype)]
+            wrong = {one.case for one in own if one.status == "failed"}
+            parts.append(f"{len(wrong):,} of {len({one.case for one in own}):,} in {dtype}")
+        if parts:
+            told.append(f"{wording.listed(parts)} on {machine}")
+    words = f"Cases that failed: {'; '.join(told)}."
+    if not kernel.narrowed_on:
+        return Ran(words, [])
+    judged = {j.judgement.run for j in kernel.judged if j.machine in kernel.narrowed_on}
+    commands = [one.command for one in evidence.environments if one.run in judged and not one.whole]
+    words += f" {wording.sentence(overview.not_whole(kernel))}"
+    if missing := _not_run(kernel):
+        words += f": {missing} {'were' if ' and ' in missing else 'was'} not run, although claimed"
+    if kernel.claim and not kernel.claim.ended:
+        words += ". The run was interrupted"
+    return Ran(f"{words}.", list(dict.fromkeys(commands)))
+
+
+def _not_run(kernel: Kernel) -> str:
+    """The dtypes and kinds of devices that are claimed and in which nothing was judged."""
+    if not kernel.claim:
+        return ""
+    supports = kernel.claim.supports
+    dtypes, kinds = {j.judgement.dtype for j in kernel.judged}, {j.machine.kind for j in kernel.judged}
+    missing = [dtype for dtype in _texts(supports.get("dtypes")) if dtype not in dtypes]
+    return wording.listed([*missing, *(kind.upper() for kind in _texts(supports.get("devices")) if kind not in kinds)])
+
+
+def _texts(field: object) -> list[str]:
+    return [str(one) for one in field] if isinstance(field, list) else []
+
+
+def _kind(judged: Judged) -> Kind:
+    one = judged.judgement
+    return one.check, one.tensor, one.dtype, judged.machine
+
+
+def _groups(failures: Sequence[Judged]) -> dict[Kind, list[Judged]]:
+    groups: dict[Kind, list[Judged]] = {}
+    for judged in failures:
+        groups.setdefault(_kind(judged), []).append(judged)
+    return groups
+
+
+def _told(judged: Judged, groups: dict[Kind, list[Judged]], kernel: Kernel, where: common.Shared | None) -> Told:
+    one = judged.judgement
+    block = wording.failure_block(one, tables.threshold(judged, kernel))
+    if one.bias is not None:  # its limit is another one than that of rho
+        block = block.replace(wording.bias_line(one), wording.bias_of_limit(one))
+    if where:
+        block = common.without_needs(block)
+    return Told(judged, block, len(groups[_kind(judged)]) - 1, overview.key_of(one))
+
+
+def in_common(kernel: Kernel, columns: Sequence[overview.Column], where: common.Shared | None) -> str:
+    """What the failures have in common, and which columns of the overview fail for the same cause, in sentences.
+
+    Empty if nothing is known.
+    """
+    failures = [judged.judgement for judged in failed(kernel)]
+    every = {column.title: [one for one in failures if column.holds(one)] for column in columns}
+    if where:
+        alike = [title for title, own in every.items() if own and _share(own, where) >= common.HELD]
+        said = "fail in these cases, so one fault may explain them"
+    else:
+        explained = {id(one) for group in causes.explanations(failures)[:1] for one in group}
+        alike = [title for title, own in every.items() if any(id(one) in explained for one in own)]
+        said = "show the same cause"
+    told = [f"{where}."] if where else []
+    told += [f"The columns {wording.listed(alike)} {said}."] if len(alike) > 1 else []
+    return " ".join(told)
+
+
+def _share(failures: Sequence[Judgement], where: common.Shared) -> float:
+    """The share of the failing cases of a column that have what all failing cases have in common."""
+    cases = {one.case for one in failures}
+    return len(cases & where.cases) / len(cases)
+
+
+def of_charts(kernel: Kernel, drawn: set[str]) -> str:
+    """Says how many failing cases the charts show. Empty if they show all. drawn: the cases of the points that fail."""
+    cases = {judged.judgement.case for judged in failed(kernel)}
+    if cases <= drawn:
+        return ""
+    shown = len(cases & drawn)
+    number = f"{shown:,}" if shown else "none"
+    says = f"show {number} of the {len(cases):,} failing cases" if len(cases) > 1 else "do not show the failing case"
+    return f"The charts have cases of their own, in which one property varies. They {says}."

@@ -1,0 +1,231 @@
+"""What the records of failures show beside their figures: which tensors are wrong, where, and what numbers they hold.
+
+Each sentence describes the failing judgements of one implementation, and counts those that it is true of. It names no
+cause. A sentence stands only where chance alone would hardly make it true.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from statistics import median
+from typing import NamedTuple
+
+from flashproof.reports import wording
+from flashproof.reports.evidence import TENSORS, dtype_order, is_nearly_zero, size, worst_rho
+from flashproof.reports.record import Grid, Judgement
+
+FEWEST = 5  # failing judgements that a sentence describes
+SURE = 30  # bits of evidence: by chance, a sentence is true once in 2^SURE times
+BITS = {"float32": 24, "float16": 11, "bfloat16": 8}  # significant bits of a number
+COARSER = {8: "bfloat16", 11: "float16 or TF32"}
+SHORT = 3  # bits by which the length of an axis exceeds that of a stretch, on average
+MOST = 0.7  # the share of the failing judgements whose worst element lies in a stretch that is named
+ALIKE = 0.9  # the share of the failing judgements in which a tensor is too large by about the same factor
+AXES = (("key", ("dk", "dv"), 2), ("query", ("out", "lse", "dq"), 2), ("dim", ("out", "dq", "dk", "dv"), 3))
+
+
+class Symptom(NamedTuple):
+    """short: for a headline, or empty. text: a sentence without its end."""
+
+    short: str
+    text: str
+
+
+def symptoms(judgements: Sequence[Judgement]) -> list[Symptom]:
+    """What the judgements of an implementation show of its failures, the most telling first."""
+    failed = [one for one in judgements if one.status == "failed" and one.tensor]
+    return [
+        *_only(judgements, failed),
+        *_few_bits(failed),
+        *_starts(failed),
+        *_stretches(failed),
+        *_factors(failed),
+        *_sizes(failed),
+    ]
+
+
+def headline(found: Sequence[Symptom]) -> str:
+    """The first symptoms in a few words. Empty if there are none."""
+    return ", and ".join([one.short for one in found if one.short][:2])
+
+
+def _names(tensors: Sequence[str]) -> str:
+    return wording.listed(wording.TITLES[name] for name in TENSORS if name in tensors)
+
+
+def _groups(failed: Sequence[Judgement]) -> Iterator[tuple[str, str, list[Judgement]]]:
+    """The failing judgements of each tensor and dtype."""
+    groups: defaultdict[tuple[str, str], list[Judgement]] = defaultdict(list)
+    for one in failed:
+        groups[one.tensor or "", one.dtype].append(one)
+    for tensor, dtype in sorted(groups, key=lambda key: (TENSORS.index(key[0]), dtype_order(key[1]))):
+        yield tensor, dtype, groups[tensor, dtype]
+
+
+# ------------------------------------------------------------------------------------------------- what the numbers are
+
+
+def bits(number: float) -> int:
+    """The significant bits of a number: 1 for a power of two, 24 for most numbers of float32."""
+    whole = int(math.frexp(abs(number))[0] * 2**53)
+    return 53 - ((whole & -whole).bit_length() - 1) if whole else 0
+
+
+def _few_bits(failed: Sequence[Judgement]) -> Iterator[Symptom]:
+    """Answers that have fewer bits than numbers of their dtype."""
+    for tensor, dtype, own in _groups(failed):
+        got = {float(one.worst.got) for one in own if one.worst}
+        numbers = [number for number in got if math.isfinite(number) and number]
+        if dtype not in BITS or len(numbers) < FEWEST:
+            continue
+        most, full = max(map(bits, numbers)), BITS[dtype]
+        most = next((known for known in COARSER if most <= known < full), most)
+        if (full - most) * len(numbers) < SURE:
+            continue
+        name, every = wording.TITLES[tensor], sum(one.worst is not None for one in own)
+        kind = f"numbers of {COARSER[most]}" if most in COARSER else f"numbers of {most} bits"
+        yield Symptom(
+            f"the worst elements of {name} in {dtype} are {kind}",
+            f"the worst element of {name} has at most {most} significant bits in each of {every:,} failing "
+            f"judgements in {dtype}, whose numbers have {full}"
+            + (f": it is a number of {COARSER[most]}" if most in COARSER else ""),
+        )
+
+
+def _factors(failed: Sequence[Judgement]) -> Iterator[Symptom]:
+    """Tensors that are too large or too small by about the same share at their worst elements."""
+    for tensor, dtype, own in _groups(failed):
+        off = [
+            float(one.worst.got) / float(one.worst.exact) - 1.0
+            for one in own
+            if one.worst and size(one.worst.got) < math.inf and not is_nearly_zero(one)
+        ]
+        if len(off) < max(FEWEST, ALIKE * len(own)):
+            continue
+        usual = median(off)
+        alike = sum(abs(share - usual) <= 0.3 * abs(usual) for share in off)
+        if abs(usual) < 2.0 ** (2 - BITS.get(dtype, 24)) or alike < ALIKE * len(own):
+            continue
+        words = f"about {_percent(abs(usual))} too {'large' if usual > 0 else 'small'}"
+        name = wording.TITLES[tensor]
+        yield Symptom(
+            f"{name} in {dtype} is {words} at its worst elements",
+            f"the worst element of {name} in {dtype} is {words} in {alike:,} of {len(own):,} failing judgements",
+        )
+
+
+def _percent(share: float) -> str:
+    return f"{wording.number(100.0 * share, 1)} %"
+
+
+def _sizes(failed: Sequence[Judgement]) -> Iterator[Symptom]:
+    """How large the errors are, beside the largest number of their tensor."""
+    told: defaultdict[str, list[str]] = defaultdict(list)
+    for tensor, dtype, own in _groups(failed):
+        # A unit in the last place is between one and two times 2^-bits of a number.
+        shares = [1.5 * size(one.ulps) * 2.0 ** -BITS[dtype] for one in own if one.ulps is not None and dtype in BITS]
+        if len(shares) >= FEWEST and (usual := median(shares)) < math.inf:
+            rhos = [size(worst_rho(one)) for one in own if not is_nearly_zero(one)]
+            times = f" ({wording.times(median(rhos))} times)" if rhos and 1.0 < median(rhos) < math.inf else ""
+            told[dtype].append(f"{wording.TITLES[tensor]} {_percent(usual)}{times}")
+    if told:
+        parts = [f"in {dtype} {', '.join(each)}" for dtype, each in told.items()]
+        about = "typical errors of the failing tensors (medians), as shares of the largest number of the tensor"
+        yield Symptom("", f"{about}, and in times of what is allowed: {'; '.join(parts)}")
+
+
+# ----------------------------------------------------------------------------------------------- where they are wrong
+
+
+def _only(judgements: Sequence[Judgement], failed: Sequence[Judgement]) -> Iterator[Symptom]:
+    """Tensors that hold in the cases in which others fail."""
+    wrong = {one.tensor or "" for one in failed}
+    cases = {one.case for one in failed}
+    others = [one for one in judgements if one.status == "passed" and one.tensor and one.case in cases]
+    holding = {one.tensor or "" for one in others if one.tensor not in wrong}
+    count = len({one.case for one in others if one.tensor in holding})
+    if not wrong or not holding or count < FEWEST:
+        return
+    short = f"only {_names([*wrong])} {'fail' if len(wrong) > 1 else 'fails'}"
+    hold, them = ("hold", "them") if len(holding) > 1 else ("holds", "it")
+    yield Symptom(short, f"{short}: {_names([*holding])} {hold} in all {count:,} failing cases that judge {them}, too")
+
+
+def _edges(length: int, parts: int) -> list[int]:
+    """Where the parts of an axis of a grid begin, and the end of the last one."""
+    least, more = divmod(length, parts)
+    return [0, *accumulate(least + (part < more) for part in range(parts))]
+
+
+def _wrong_parts(grid: Grid, is_row: bool) -> tuple[list[bool], list[int]]:
+    """Which parts of an axis hold an error above its bound, and where they begin."""
+    rows = [[size(rho) > 1.0 for rho in row] for row in grid.rho]
+    wrong = [any(row) for row in rows] if is_row else [any(row[at] for row in rows) for at in range(len(rows[0]))]
+    return wrong, _edges(grid.rows if is_row else grid.columns, len(wrong))
+
+
+def _starts(failed: Sequence[Judgement]) -> Iterator[Symptom]:
+    """An index from which on all parts of a tensor are wrong, and before which none is."""
+    for axis, tensors, place in AXES:
+        own = [one for one in failed if one.tensor in tensors and one.grid]
+        found = [_wrong_parts(one.grid, place == 2) for one in own if one.grid]
+        firsts = [(parts.index(True), parts, edges) for parts, edges in found if any(parts)]
+        if not firsts or not all(all(parts[first:]) for first, parts, _ in firsts):
+            continue
+        least = max(edges[first] for first, _, edges in firsts)  # the first wrong index is in the part of each
+        most = min(edges[first + 1] for first, _, edges in firsts) - 1
+        if sum(first > 0 for first, _, _ in firsts) < FEWEST or least > most:
+            continue
+        at = f"{axis} {least:,}" if least == most else f"a {axis} between {least:,} and {most:,}"
+        names = _names([one.tensor or "" for one in own])
+        are = "are" if " and " in names else "is"
+        yield Symptom(
+            f"{names} {are} wrong from {at} on",
+            f"{names} {are} right before and wrong from {at} on: so it is in the parts of all {len(firsts):,} failing "
+            "judgements",
+        )
+
+
+def _stretches(failed: Sequence[Judgement]) -> Iterator[Symptom]:
+    """A short stretch of an axis in which most of the worst elements lie."""
+    for axis, tensors, place in AXES:
+        own = [one for one in failed if one.tensor in tensors and one.grid and one.worst]
+        at = [
+            (one.worst.index[place], one.grid.rows if place == 2 else one.grid.columns)
+            for one in own
+            if one.worst and one.grid and len(one.worst.index) > place
+        ]
+        if len(at) < FEWEST or not (stretch := _stretch(at)):
+            continue
+        low, high = stretch
+        inside = sum(low <= index <= high for index, _ in at)
+        names = _names([one.tensor or "" for one in own])
+        to = f"{axis} {low:,}" if low == high else f"a {axis} from {low:,} to {high:,}"
+        element = "elements" if " and " in names else "element"
+        yield Symptom(
+            f"the worst elements of {names} lie at {to if low == high else f'{axis}s {low:,} to {high:,}'}",
+            f"the worst {element} of {names} {'lie' if element == 'elements' else 'lies'} at {to} in {inside:,} of "
+            f"{len(at):,} failing judgements",
+        )
+
+
+def _stretch(at: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    """The stretch that best tells where the worst elements lie. None if chance may have put them there.
+
+    at: the index of each worst element, and the length of its axis. A stretch is worth the bits by which it makes the
+    indices shorter to write. The first index is none, because ties are broken in its favour.
+    """
+    ordered = sorted(place for place in at if place[0] > 0)
+    lengths = [0.0, *accumulate(math.log2(length) for _, length in ordered)]
+    best, found = float(SURE), None
+    for start, (low, _) in enumerate(ordered):
+        for end in range(start + math.ceil(MOST * len(at)), len(ordered) + 1):
+            inside, high = end - start, ordered[end - 1][0]
+            shorter = lengths[end] - lengths[start] - inside * math.log2(high - low + 1)
+            share = inside / len(at)
+            doubt = -sum(part * math.log2(part) for part in (share, 1.0 - share) if part)
+            worth = shorter - len(at) * doubt
+            if worth > best and shorter >= SHORT * inside:
+                best, found = worth, (low, high)
+    return found

@@ -1,0 +1,138 @@
+"""What records show of failures: each sentence stands where it is true of them, and not where chance may explain it."""
+
+import struct
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from flashproof.reports import symptoms, wording
+from flashproof.reports.causes import one_screen
+from flashproof.reports.pages import write_site
+from flashproof.reports.record import Grid, Judgement, TensorName
+from flashproof.tests.suite.reports import building
+from flashproof.tests.suite.reports.building import environment, judgement
+
+
+def failed(seed: int = 0, **fields: Any) -> Judgement:
+    """Returns a failure in a case of its own. fields: of the judgement, or of its worst element."""
+    draw = Random(seed)
+    element = {name: fields.pop(name) for name in ("got", "exact", "index", "error") if name in fields}
+    values: dict[str, Any] = {"got": draw.gauss(0.0, 1.0), "exact": draw.gauss(0.0, 1.0), "error": 1.0}
+    case = f"b1 h1 q{8 + seed} k{8 + seed} d64 float32 full normal seed0"
+    return judgement(status="failed", rho=9.0, worst=building.worst(9.0, **(values | element)), case=case, **fields)
+
+
+def in_float(number: float) -> float:
+    """Returns a number as float32."""
+    return float(struct.unpack("f", struct.pack("f", number))[0])
+
+
+def in_bits(number: float, bits: int) -> float:
+    """Returns a number that is rounded to some bits."""
+    mantissa, exponent = float(number).hex().split("p")
+    return round(float.fromhex(mantissa) * 2 ** (bits - 1)) / 2 ** (bits - 1) * 2.0 ** int(exponent)
+
+
+def texts(judgements: list[Judgement]) -> list[str]:
+    return [one.text for one in symptoms.symptoms(judgements)]
+
+
+@pytest.mark.parametrize(("number", "count"), [(0.0, 0), (1.0, 1), (-1.5, 2), (0.1, 52), (257.0, 9)])
+def test_bits_are_counted(number: float, count: int) -> None:
+    assert symptoms.bits(number) == count
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "says"),
+    [
+        ("float16", 8, "numbers of bfloat16"),
+        ("float32", 8, "numbers of bfloat16"),
+        ("float32", 11, "numbers of float16 or TF32"),
+        ("float32", 16, "numbers of 16 bits"),
+    ],
+)
+def test_numbers_of_fewer_bits_are_named(dtype: str, bits: int, says: str) -> None:
+    rounded = [failed(i, dtype=dtype, got=in_bits(Random(i).gauss(0.0, 1.0), bits)) for i in range(20)]
+    (found,) = symptoms.symptoms(rounded)
+    assert found.short == f"the worst elements of out in {dtype} are {says}"
+    assert f"at most {bits} significant bits in each of 20 failing judgements in {dtype}" in found.text
+    assert symptoms.symptoms([*rounded, failed(99, dtype=dtype, got=in_bits(0.1, symptoms.BITS[dtype]))]) == []
+
+
+def test_few_numbers_of_fewer_bits_say_nothing() -> None:
+    """Four numbers of float16 are numbers of bfloat16 once in 4,096 times, and equal ones count once."""
+    few = [failed(i, dtype="float16", got=in_bits(Random(i).gauss(0.0, 1.0), 8)) for i in range(4)]
+    assert symptoms.symptoms(few) == []
+    assert symptoms.symptoms([failed(i, dtype="float16", got=0.5) for i in range(40)]) == []
+    full = [failed(i, got=in_float(Random(i).gauss(0.0, 1.0))) for i in range(20)]
+    assert symptoms.symptoms(full) == []
+
+
+def test_a_stretch_with_most_of_the_worst_elements_is_named() -> None:
+    def at(place: int, seed: int, tensor: TensorName = "dk") -> Judgement:
+        grid = Grid(rows=2000, columns=64, rho=[[9.0] * 16] * 16)
+        return failed(seed, tensor=tensor, index=(0, 0, place, seed % 64), grid=grid)
+
+    inside = [at(1024 + i % 16, i, "dk" if i % 2 else "dv") for i in range(32)]
+    outside = [at(Random(i).randrange(2000), i) for i in range(40, 44)]
+    (text,) = texts([*inside, *outside])
+    assert text == "the worst elements of dK and dV lie at a key from 1,024 to 1,039 in 32 of 36 failing judgements"
+    assert texts([at(Random(i).randrange(2000), i) for i in range(50)]) == []
+    assert texts(inside[:4]) == []
+    assert texts([at(0, i) for i in range(50)]) == [], "ties are broken in favour of the first element"
+
+
+def test_the_index_from_which_on_a_tensor_is_wrong_is_named() -> None:
+    def of(dims: int, start: int, seed: int) -> Judgement:
+        edges = symptoms._edges(dims, 16)
+        row: list[float | str] = [9.0 if edges[part + 1] > start else 0.5 for part in range(16)]
+        return failed(seed, index=(0, 0, 0, 0), grid=Grid(rows=64, columns=dims, rho=[row] * 4))
+
+    wrong = [of(dims, 128, dims) for dims in range(130, 257, 2)]
+    (text,) = texts(wrong)
+    assert text.startswith("out is right before and wrong from dim 128 on: so it is in the parts of all 64 failing")
+    assert texts([*wrong, of(256, 30, 300)]) == []
+    assert texts([of(dims, 0, dims) for dims in range(130, 257, 2)]) == []
+
+
+def test_tensors_that_hold_in_the_failing_cases_are_named() -> None:
+    wrong = [failed(i) for i in range(6)]
+    right = [judgement(tensor=tensor, case=one.case) for one in wrong for tensor in ("dq", "dk")]
+    (found,) = symptoms.symptoms([*wrong, *right])
+    assert found.short == "only out fails"
+    assert found.text == "only out fails: dQ and dK hold in all 6 failing cases that judge them, too"
+    assert symptoms.symptoms([*wrong, *(judgement(tensor="dq", case="another") for _ in right)]) == []
+
+
+def test_a_tensor_that_is_too_large_is_named() -> None:
+    def off(share: float, seed: int) -> Judgement:
+        exact = Random(seed).gauss(0.0, 1.0)
+        return failed(seed, exact=exact, got=exact * (1.0 + share), error=abs(exact * share))
+
+    (text,) = texts([off(0.03 + 0.0001 * i, i) for i in range(9)])
+    assert text == "the worst element of out in float32 is about 3 % too large in 9 of 9 failing judgements"
+    (text,) = texts([off(-0.03, i) for i in range(9)])
+    assert "about 3 % too small" in text
+    assert texts([off(0.03 * (-1) ** i, i) for i in range(9)]) == []
+
+
+def test_typical_errors_are_told_as_shares_of_the_largest_number() -> None:
+    wrong = [failed(i, ulps=2.0**20 if i < 8 else 1e30) for i in range(9)]
+    (text,) = texts(wrong)
+    assert text.endswith(
+        "of the largest number of the tensor, and in times of what is allowed: in float32 out 9 % (9.0 times)"
+    )
+
+
+def test_symptoms_are_in_the_headline_on_the_page_and_in_the_terminal(tmp_path: Path) -> None:
+    wrong = [failed(i) for i in range(6)]
+    right = [judgement(tensor="dq", case=one.case) for one in wrong]
+    records = building.write(tmp_path / "run.jsonl", [environment(), *wrong, *right])
+    site = write_site([records], tmp_path / "site").parent
+    page = (site / f"{wording.stem('triton.fa2')}.html").read_text()
+    assert "in all 6 cases: only out fails. The simplest failing case:" in page
+    assert "<li>Only out fails: dQ holds in all 6 failing cases that judge it, too.</li>" in page
+    assert "Only out fails." in (site / "index.html").read_text()
+    assert "  only out fails: dQ holds" in "\n".join(one_screen("triton.fa2", [*wrong, *right]))
