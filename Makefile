@@ -1,6 +1,6 @@
 # make report   verify every implementation that can run on this machine; the report is reports/site/index.html
 # make test     the whole suite, with the tests of the suite itself
-# Both set up .venv first, with pip alone.
+# Both set up .venv first, with pip alone. A report needs no linters, no browser and no type checker.
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: report test venv lint clean
 
-report: venv
+report: $(VENV)/.run
 	@rm -f reports/runs/latest.jsonl
 	$(VENV)/bin/flashproof '*' --records reports/runs/latest.jsonl; status=$$?; \
 	$(VENV)/bin/flashproof report $(wildcard reports/records/*.jsonl.gz) reports/runs/latest.jsonl -o reports/site && \
@@ -27,10 +27,15 @@ lint: venv
 
 venv: $(VENV)/.done
 
-$(VENV)/.done: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+INSTALL = $(PYTHON) -m venv $(VENV) && $(VENV)/bin/pip install --quiet --no-compile --constraint constraints.txt
+
+$(VENV)/.run: pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[report,triton,cuda]'
 	@touch $@
+
+$(VENV)/.done: pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[dev]'
+	@touch $@ $(VENV)/.run
 
 clean:
 	rm -rf $(VENV) reports/site reports/runs

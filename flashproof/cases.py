@@ -69,7 +69,7 @@ DOUTS: dict[Douts, str] = {
     "normal": "standard normal output gradients",
     "positive": "output gradients of one sign",
     "onehot": "one entry of each row of the output gradient is 1, and the others are 0",
-    "somerows": "the output gradient is zero in every second group of 16 rows",
+    "somerows": "the output gradient is zero in every second group of 16 rows, or in the first half of the rows",
     "small": "output gradients so small that many are subnormal in float16",
     "large": "output gradients 256 times larger, as with a scaled loss",
     "zero": "output gradients of zero",
@@ -81,7 +81,7 @@ LAYOUTS: dict[Layout, str] = {
     "columns": "[batch, heads, dim, length]",
     "cropped": "the first rows of a longer buffer, as a cache leaves them",
     "sliced": "every second row and every second column of a larger buffer",
-    "wider": "the first columns of a wider buffer",
+    "wider": "the first columns of a buffer with twice as many, or the first half of its heads",
     "expanded": "one batch entry for all, or one head for all, with a stride of 0",
     "pooled": "of the output gradient: one row for all queries, as in the backward of a mean over them",
     "summed": "of the output gradient: one number with strides of 0, as in the backward of a sum",
@@ -102,13 +102,13 @@ CALLS: dict[Call, str] = {
     "no_grad": "under torch.no_grad",
     "inference": "under torch.inference_mode",
     "accumulated": "a backward that adds to gradients that are already there",
-    "projected": "with inputs that are results of other operations, as in a network",
+    "projected": "with inputs that are results of other operations, as in a network; some copy what the call saves",
     "twice": "two backwards of one forward",
-    "two-forwards": "up to 33 other calls run between forward and backward; the first of them has other options",
+    "two-forwards": "up to 129 other calls run between forward and backward; the first of them has other options",
     "after-another": "after a call with other options",
     "renewed": "after one or four calls with other values in the same tensors; the first of four has no gradients",
     "readdressed": "the same, but with other tensors at the same addresses",
-    "grown": "under torch.no_grad, after a call with all keys but the last, as with a cache that grows",
+    "grown": "under torch.no_grad, after a call or a prompt with all keys but the last, as with a cache that grows",
     "checkpointed": "under torch.utils.checkpoint",
     "compiled": "under torch.compile",
     "thread": "in another thread",
@@ -172,7 +172,9 @@ class Case:
 
     magnitude multiplies the queries; in the families spike and rising it is how far scores are raised. shift adds a
     constant to every score, through one coordinate. layouts and offsets are those of query, key, value and output
-    gradient; a tensor with an offset begins one element after an address that is aligned for vector loads.
+    gradient. A tensor with an offset begins one element, or eight bytes, after an address that is aligned for vector
+    loads; a "wider" one begins at such an address, and is part of a buffer with one more column, so its rows begin
+    anywhere. The seed chooses between the forms of an offset, of a call, and of a layout: with or without a gap.
     """
 
     batch: int = 1

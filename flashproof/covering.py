@@ -6,7 +6,7 @@ completes most new pairs, and among equals most new triples. The construction us
 same on every machine.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
 
@@ -43,10 +43,14 @@ class Covering:
     sizes: the number of levels of each factor. Level 0 of a factor is its plain level. allowed: whether a part of a row
     is allowed. If an allowed pair or triple fits in no row, `next_row` finds this out and counts it as impossible.
     weights: the weight of each factor; a triple counts for the product of its three weights. costs: the costs of each
-    factor's levels, in new triples. A level with a cost is taken where a pair or many triples need it. hiding: for each
-    factor, whether its levels hide faults of other levels. A row with such a level completes only pairs and triples
-    that contain that level. coarse: for each factor, whether its levels hide small faults. Few rows contain a level
-    that has a cost or hides faults. A row for such a level avoids coarse levels where it can.
+    factor's levels, in new triples. A level with a cost is taken where a pair or many triples need it. coarse: for each
+    factor, whether its levels hide small faults. Few rows contain a level that has a cost. A row for such a level
+    avoids coarse levels where it can.
+
+    hides: what hides the faults of other levels in some tensors of an answer: one level or two, each by the numbers of
+    its factor and of itself, and the names of the tensors. A pair is complete when each tensor is shown by some row
+    that contains the pair, except the tensors that the pair itself hides. A row in which one level hides a tensor
+    completes only triples that contain this level.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class Covering:
         allowed: Allowed,
         weights: Sequence[float] | None = None,
         costs: Sequence[Sequence[float]] | None = None,
-        hiding: Sequence[Sequence[bool]] | None = None,
+        hides: Sequence[tuple[Sequence[tuple[int, int]], Collection[str]]] = (),
         coarse: Sequence[Sequence[bool]] | None = None,
     ) -> None:
         self.sizes = tuple(sizes)
@@ -66,17 +70,27 @@ class Covering:
         self._weight = (weight / weight.max())[self.factor].astype(np.float32)
         self.pairs = self._possible_pairs()
         self.triples = self._possible_triples()
-        self.forgotten: list[list[int]] = []  # pairs and triples that were found to be impossible
-        self.open_pairs = self.pairs.copy()
         self.open_triples = self.triples.copy()
+        self.forgotten: list[list[int]] = []  # pairs and triples that were found to be impossible
+        # For each tensor, whether each two levels show it, and on the diagonal whether each level does. All levels show
+        # the first tensor, which stands for the whole answer.
+        names = ["", *sorted({name for _, tensors in hides for name in tensors})]
+        self._shows = np.ones((len(names), len(self.factor), len(self.factor)), dtype=bool)
+        for levels, tensors in hides:
+            numbers = [int(self.starts[factor]) + level for factor, level in levels]
+            for name in tensors:
+                self._shows[names.index(name), numbers[0], numbers[-1]] = False
+                self._shows[names.index(name), numbers[-1], numbers[0]] = False
+        alone = self._shows.diagonal(axis1=1, axis2=2)
+        # For each tensor, the pairs that show it and that no row with this tensor shown contains yet.
+        self._open_pairs = self.pairs & self._shows & alone[:, :, None] & alone[:, None, :]
         self._open = np.zeros(len(self.factor), dtype=int)  # the number of open triples of each level
         self._count(range(len(self.factor)))
         # The number of rows that contain each level. Of two levels with equal gain, the construction takes the rarer
         # one.
         self.used = np.zeros(len(self.factor))
         self._costs = np.zeros(len(self.factor)) if costs is None else np.concatenate(costs)
-        self._hiding = np.zeros(len(self.factor), dtype=bool) if hiding is None else np.concatenate(hiding)
-        self._is_seldom = (self._costs > 0.0) | self._hiding
+        self._hiding: np.ndarray = np.logical_not(alone.all(axis=0))
         self._coarse = np.zeros(len(self.factor)) if coarse is None else _OF_COARSE * np.concatenate(coarse)
         # These costs make the plain levels the first choice. The other levels follow in their order.
         self._plainly = 1e9 * (np.arange(len(self.factor)) - self.starts[self.factor])
@@ -93,7 +107,8 @@ class Covering:
         single = np.array([self.allowed(self._row(level), None) for level in range(count)])
         found = np.zeros((count, count), dtype=bool)
         for one, other in combinations(np.flatnonzero(single).tolist(), 2):
-            if self.factor[one] != self.factor[other] and self.allowed(self._row(one, other), None):
+            factor = int(self.factor[other])
+            if factor != self.factor[one] and self.allowed(self._row(one, other), factor):
                 found[one, other] = found[other, one] = True
         return found
 
@@ -105,17 +120,18 @@ class Covering:
         """A new row that completes a pair, or a triple if no pair is open. None if nothing is left to complete."""
         while (wanted := self._wanted()) is not None:
             row = self._completed(wanted) if self.allowed(self._row(*wanted), None) else None
-            if row is not None and self._completes(row):
+            if row is not None and self._completes(row, wanted):
                 return self.add(row)
             self.forget(wanted)
         return None
 
     def _wanted(self) -> list[int] | None:
         """A pair that no row contains yet, or else a triple. None if both are complete."""
-        if self.open_pairs.any():
-            left = self.open_pairs.sum(axis=1)
+        open_pairs = self._open_pairs.sum(axis=0)
+        if open_pairs.any():
+            left = open_pairs.sum(axis=1)
             one = int(left.argmax())
-            return [one, int((self.open_pairs[one] * (left + 1)).argmax())]
+            return [one, int((open_pairs[one] * (left + 1)).argmax())]
         open_triples = self._open * self._weight
         if not open_triples.any():
             return None
@@ -124,7 +140,7 @@ class Covering:
 
     def add(self, row: Row) -> Row:
         """Marks what a row completes, and returns the row. The row may come from elsewhere."""
-        self._close(row, self.open_pairs, self.open_triples)
+        self._close(row, self._open_pairs, self.open_triples)
         self._count(self._numbers(row))
         self.used[self._numbers(row)] += 1.0
         return row
@@ -141,46 +157,71 @@ class Covering:
         """The numbers of a row's levels among all levels."""
         return [int(self.starts[factor]) + level for factor, level in enumerate(row)]
 
-    def _places(self, row: Row, size: int) -> list[list[int]]:
-        """For each place of a pair, or of a triple, the levels that a row can complete there.
+    def _triples_of(self, row: Row) -> list[list[int]]:
+        """For each place of a triple, the levels that a row can complete there.
 
-        The row completes only pairs or triples that contain all of its hiding levels. Any of its levels fits in the
-        other places.
+        The row completes only triples that contain all of its hiding levels. Any of its levels fits in the other
+        places.
         """
         levels = self._numbers(row)
         hiding = [level for level in levels if self._hiding[level]]
-        if len(hiding) > size:
-            return [[]] * size
-        return [*([level] for level in hiding), *[levels] * (size - len(hiding))]
+        if len(hiding) > 3:
+            return [[]] * 3
+        return [*([level] for level in hiding), *[levels] * (3 - len(hiding))]
 
-    def _completes(self, row: Row) -> bool:
-        """Whether a row contains an open pair or triple."""
-        found = ((self.open_pairs, 2), (self.open_triples, 3))
-        return any(bool(left[np.ix_(*self._places(row, size))].any()) for left, size in found)
+    def _could_show(self, one: int, other: int) -> np.ndarray:
+        """For each tensor, whether two levels show it."""
+        levels = [one, other]
+        return np.array([of_tensor[np.ix_(levels, levels)].all() for of_tensor in self._shows])
+
+    def _shown(self, row: Row) -> list[int]:
+        """The numbers of the tensors that a row shows."""
+        levels = self._numbers(row)
+        found: list[int] = np.flatnonzero(self._shows[:, levels][:, :, levels].all(axis=(1, 2))).tolist()
+        return found
+
+    def _completes(self, row: Row, wanted: list[int]) -> bool:
+        """Whether a row with a pair, or a triple, of levels completes it in a tensor that it did not show yet."""
+        if len(wanted) == 2:
+            return bool(self._open_pairs[self._shown(row), wanted[0], wanted[1]].any())
+        return all(level in wanted for level in self._numbers(row) if self._hiding[level])
 
     def _close(self, row: Row, pairs: np.ndarray, triples: np.ndarray) -> None:
         """Removes what a row completes from the open pairs and triples."""
-        for found, size in ((pairs, 2), (triples, 3)):
-            places = self._places(row, size)
-            for order in permutations(range(size)):
-                found[np.ix_(*(places[place] for place in order))] = False
+        levels = self._numbers(row)
+        pairs[np.ix_(self._shown(row), levels, levels)] = False
+        for places in set(permutations(tuple(place) for place in self._triples_of(row))):
+            triples[np.ix_(*places)] = False
 
     def completed(self, rows: Sequence[Row]) -> tuple[int, int]:
         """The number of open pairs and of open triples that these rows contain. They stay open."""
-        pairs, triples = self.open_pairs.copy(), self.open_triples.copy()
+        pairs, triples = self._open_pairs.copy(), self.open_triples.copy()
         for row in rows:
             self._close(row, pairs, triples)
-        return (int(self.open_pairs.sum() - pairs.sum()) // 2, int(self.open_triples.sum() - triples.sum()) // 6)
+        left = pairs.any(axis=0)
+        return (int(self.open_pairs.sum() - left.sum()) // 2, int(self.open_triples.sum() - triples.sum()) // 6)
 
     def forget(self, levels: Sequence[int]) -> None:
-        """Marks a pair or a triple as impossible. levels: numbers among all levels."""
+        """Marks a pair or a triple as impossible. levels: numbers among all levels.
+
+        A pair that some row contains is possible. Then no row shows the other tensors together with this pair.
+        """
         self.forgotten.append(list(levels))
-        if len(levels) == 2:
-            places = np.ix_(levels, levels)
-            self.pairs[places] = self.open_pairs[places] = False
-        for order in permutations(levels):
-            self.triples[order] = self.open_triples[order] = False
-        self._count(levels)
+        if len(levels) == 3:
+            for order in permutations(levels):
+                self.triples[order] = self.open_triples[order] = False
+            self._count(levels)
+            return
+        one, other = levels
+        is_complete = (self._could_show(one, other) & ~self._open_pairs[:, one, other]).any()
+        for first, second in ((one, other), (other, one)):
+            self._open_pairs[:, first, second] = False
+            if is_complete:
+                continue
+            self.pairs[first, second] = False
+            for found in (self.triples, self.open_triples):
+                found[first, second] = found[:, first, second] = found[first, :, second] = False
+        self._count(range(len(self.factor)))
 
     def _completed(self, chosen: list[int]) -> Row | None:
         """A row with these levels that completes much. None if no row with these levels was found.
@@ -189,7 +230,7 @@ class Covering:
         """
         first: list[int] = []
         while len(first) < _TRIES:
-            cost = self._costs + self.used / 1e3 + (self._coarse if self._is_seldom[chosen].any() else 0.0)
+            cost = self._costs + self.used / 1e3 + (self._coarse if self._costs[chosen].any() else 0.0)
             row, stuck = self._greedy(chosen, first, cost)
             if row is not None:
                 return row
@@ -205,17 +246,15 @@ class Covering:
         which no level is left.
         """
         row = self._row(*chosen)
-        gain = np.zeros(len(self.factor))
-        worth_so_far = 0.0  # the gain of the row so far; a hiding level would remove it
+        gain = _Gain(self, chosen)
         possible = np.ones(len(self.factor), dtype=bool)
-        taken: list[int] = []
         for level in chosen:
-            self._take(level, taken, gain, possible)
+            gain.take(level)
+            possible &= self.pairs[:, level]
         while OPEN in row:
             early = [factor for factor in first if row[factor] == OPEN]
             mine = possible & (self.factor == early[0]) if early else possible
-            worth = np.where(mine, gain - cost, -np.inf)
-            worth[self._hiding] -= worth_so_far
+            worth = np.where(mine, gain.worth - cost, -np.inf)
             while True:
                 level = int(worth.argmax())
                 if worth[level] == -np.inf:
@@ -227,30 +266,15 @@ class Covering:
                 row[factor] = OPEN
                 worth[level] = -np.inf
                 possible[level] = False
-            worth_so_far = 0.0 if self._hiding[level] else worth_so_far + gain[level]
-            self._take(level, taken, gain, possible)
+            gain.take(level)
+            possible &= self.pairs[:, level]
         return tuple(row), OPEN
 
-    def _take(self, level: int, taken: list[int], gain: np.ndarray, possible: np.ndarray) -> None:
-        """Updates the gains: what each level would complete together with this level and the levels taken before."""
-        with_it = self.open_triples[level]
-        before = [other for other in taken if self._hiding[other]]
-        if before:
-            triples = with_it[before[0]] * (self._weight[before[0]] * self._weight[level])
-        else:
-            triples = self._weight[taken] @ with_it[taken].astype(np.float32) * self._weight[level]
-        if not before and not self._hiding[level]:
-            gain += PAIR * self.open_pairs[:, level] + triples
-        elif not before:  # from now on, only pairs and triples that contain this level count
-            gain[:] = PAIR * self.open_pairs[:, level] + triples
-        elif len(before) == 1 and not self._hiding[level]:
-            gain += triples
-        elif len(before) == 1:
-            gain[:] = triples
-        elif self._hiding[level]:
-            gain[:] = 0.0
-        taken.append(level)
-        possible &= self.pairs[:, level]
+    @property
+    def open_pairs(self) -> np.ndarray:
+        """The pairs that are not complete."""
+        found: np.ndarray = np.logical_or.reduce(self._open_pairs, axis=0)
+        return found
 
     @property
     def possible_pairs(self) -> int:
@@ -265,6 +289,45 @@ class Covering:
             Coverage(pairs - int(np.count_nonzero(self.open_pairs)) // 2, pairs),
             Coverage(triples - int(np.count_nonzero(self.open_triples)) // 6, triples),
         )
+
+
+class _Gain:
+    """The gain of each level in a row that is being built: what the row completes with this level."""
+
+    def __init__(self, covering: Covering, wanted: list[int]) -> None:
+        self._covering = covering
+        self._taken: list[int] = []
+        tensors, levels, _ = covering._shows.shape
+        # For each tensor, the levels with which the row shows it.
+        self._shown = covering._shows.diagonal(axis1=1, axis2=2).copy()
+        # For each tensor, the new pairs of the levels that are taken. The pair that the row is for counts for more than
+        # all other pairs of a row.
+        self._so_far = np.zeros(tensors) if len(wanted) > 2 else 1e3 * covering._open_pairs[:, wanted[0], wanted[1]]
+        self._pairs = np.zeros((tensors, levels))  # for each tensor, the new pairs of each level with the taken ones
+        self._triples_so_far = 0.0
+        self._triples = np.zeros(levels)
+
+    @property
+    def worth(self) -> np.ndarray:
+        """The value of the row with each level, in new triples. What a hiding level hides is lost."""
+        of_tensors = (self._shown * (self._so_far[:, None] + self._pairs)).sum(axis=0)
+        kept = np.where(self._covering._hiding, 0.0, self._triples_so_far)
+        return PAIR / len(self._shown) * of_tensors + self._triples + kept
+
+    def take(self, level: int) -> None:
+        """Adds a level to the row."""
+        covering, hiding = self._covering, self._covering._hiding
+        self._so_far += self._pairs[:, level]
+        self._shown &= covering._shows[:, level] & self._shown[:, level, None]
+        self._pairs += covering._open_pairs[:, level]
+        self._triples_so_far = 0.0 if hiding[level] else self._triples_so_far + self._triples[level]
+        with_it, weight = covering.open_triples[level], covering._weight
+        before = [other for other in self._taken if hiding[other]]
+        third = before or self._taken
+        triples = weight[third] @ with_it[third].astype(np.float32) * weight[level] * (len(before) < 2)
+        # From a hiding level on, only the triples that contain it count.
+        self._triples = triples if hiding[level] else self._triples + triples
+        self._taken.append(level)
 
 
 def every_four(sizes: Sequence[int], allowed: Allowed) -> list[Row]:

@@ -277,6 +277,8 @@ class Verification:
         """Runs the checks in workers if there is an external kernel. In a worker, serves the pool."""
         from flashproof.processes import run_in_workers
 
+        if self.session.role == "process":
+            self.session.build_arrays(session.items)
         return run_in_workers(self.session, session)
 
     @pytest.hookimpl(tryfirst=True)

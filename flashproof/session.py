@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -207,6 +207,14 @@ class Session:
             observer=self.worker or self.journal,
             simplifying=quick.SIMPLIFYING if self.clock else Subject.simplifying,
         )
+
+    def build_arrays(self, items: Sequence[pytest.Item]) -> None:
+        """Builds the arrays of these items' cases, as far as no other process of pytest-xdist builds them."""
+        targets = [target for target in map(target_of, items) if target and target.implementation]
+        spaces = dict.fromkeys(self.selection.space_of(target) for target in targets)
+        built = [space.build() for space in spaces]
+        if not all(built):  # The import takes seconds, and most processes need it. There is time until the rows exist.
+            import torch._dynamo  # noqa: F401
 
     def defect(self, check: Check, target: Target) -> Defect | None:
         """The known defect of an implementation that a check finds in all cases."""

@@ -8,11 +8,11 @@ To add a level, add its word to its factor. To add a factor, add it to `FACTORS`
 `of` reads the level from a case. `_RULES` excludes levels that cannot occur together.
 """
 
+import fcntl
 import hashlib
 import math
-import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from operator import itemgetter
@@ -43,7 +43,7 @@ from flashproof.impls.spec import DTYPES, OWN_KERNELS, Device, Dtype, Implementa
 
 # The version of the list of cases that a run judges, of the space and of all grids. Bundles name it: `flashproof check`
 # makes the list again. Whoever changes a case raises it (tests/suite/space/test_case_set.py says when).
-CASE_SET = 9
+CASE_SET = 11
 
 Fields = dict[str, Any]  # the fields of a case that is being built
 Levels = Mapping[str, str]  # the level of each factor
@@ -57,8 +57,7 @@ class Factor:
     levels: the names of the levels, the plain level first. of: reads the level from a case. draw: returns the fields
     that give a case the level, from the fields that earlier factors have set. weight: the weight of a triple with this
     factor; 2 if kernels choose their code by this factor. cost: the cost of each level except the plain one, in new
-    triples. costs: the costs of single levels, in place of `cost`. hiding: the levels that hide faults of other levels.
-    half_hiding: the levels that hide some of these faults. coarse: the levels that hide small faults.
+    triples. costs: the costs of single levels, in place of `cost`. coarse: the levels that hide small faults.
     """
 
     name: str
@@ -68,8 +67,6 @@ class Factor:
     weight: float = 1.0
     cost: float = 0.0
     costs: Mapping[str, float] = field(default_factory=dict)
-    hiding: Sequence[str] = ()
-    half_hiding: Sequence[str] = ()
     coarse: Sequence[str] = ()
 
     def cost_of(self, level: str) -> float:
@@ -190,7 +187,7 @@ _GROUPS: dict[str, Sequence[int]] = {
     "4": [4],
     "5 to 7": range(5, 8),
     "8": [8],
-    "9 to 71": [16, 12, 16, 24, 16, 48, 71],  # 16 most often: the rows of a tile of tensor cores
+    "9 to 71": [16, 12, 16, 24, 29, 16, 10, 48, 20, 71],  # 16 most often: the rows of a tile of tensor cores
 }
 _BATCHES: dict[str, Sequence[int]] = {"1": [1], "2": [2], "3 to 9": [3, 4, 5, 8, 9], "16 to 33": [16, 17, 32, 33]}
 MANY = "over 65535 with heads"  # more than the largest grid of a GPU in its second and third dimension
@@ -204,7 +201,7 @@ _DIMS |= {
 _SMALLEST_DIM = {level: min(dims) for level, dims in _DIMS.items()}
 _SCALES: dict[str, tuple[Sequence[float | None], str]] = {
     "default": ([None], "float"),
-    "given": ([0.3, 1.7, 0.02], "float"),
+    "given": ([0.3, 192**-0.5, 1.7, 1 / 128, 0.02], "float"),
     "1": ([1.0], "float"),
     "integer": ([1.0, 2.0], "int"),
     "NumPy": ([0.7], "numpy"),
@@ -254,8 +251,8 @@ def _batch_of(case: Case) -> str:
 
 FACTORS: tuple[Factor, ...] = (
     _field("dtype", DTYPES, weight=2.0, coarse=["bfloat16"]),
-    _field("call", [*CALLS], weight=2.0, costs={"compiled": RARE}, hiding=WITHOUT_BACKWARD),
-    _field("wanted", get_args(Wanted), cost=RARE, hiding=["none"], half_hiding=get_args(Wanted)[2:]),
+    _field("call", [*CALLS], weight=2.0, costs={"compiled": RARE}),
+    _field("wanted", get_args(Wanted), cost=RARE),
     _classes("key heads", _HEADS, "kv_heads", lambda case: case.kv_heads),
     Factor(
         "group",
@@ -284,9 +281,7 @@ FACTORS: tuple[Factor, ...] = (
         lambda case: AS_QUERIES if case.keys == case.queries else length_class(case.keys),
         lambda level, fields, pick: {"_keys": level},
         weight=2.0,
-        # Of one key, the weight is 1, so a case shows no fault of the scores.
         costs={"1": RARE},
-        half_hiding=["1"],
     ),
     Factor("keys' rest", tuple(RESTS), lambda case: rest(case.keys), _keys),
     _classes("head dim", _DIMS, "dim", lambda case: case.dim),
@@ -312,14 +307,7 @@ FACTORS: tuple[Factor, ...] = (
         lambda level, fields, pick: {"dropout": pick(_DROPOUTS[level])},
         weight=2.0,
     ),
-    # Without its LSE, a case shows no fault of the LSE.
-    _field(
-        "LSE",
-        {"asked": True, "not asked": False},
-        field="lse",
-        costs={"not asked": RARE},
-        half_hiding=["not asked"],
-    ),
+    _field("LSE", {"asked": True, "not asked": False}, field="lse", costs={"not asked": RARE}),
     _field("keywords", {"needed": False, "all": True}, field="spelled"),
     _field("sharing", [*SHARINGS]),
     *(
@@ -341,6 +329,39 @@ FACTORS: tuple[Factor, ...] = (
     _field("values", [*VALUES], cost=RARE),
     _field("output gradient", [*DOUTS], field="douts", cost=RARE),
 )
+
+GRADIENTS = ("dq", "dk", "dv")
+_SMALL = ("small faults of out", "small faults of gradients")
+_HIDE: tuple[tuple[Mapping[str, str], Collection[str]], ...] = (
+    *(({"call": call}, GRADIENTS) for call in WITHOUT_BACKWARD),
+    *(({"wanted": wanted}, set(GRADIENTS).difference(wanted.split("-"))) for wanted in get_args(Wanted)[1:]),
+    ({"LSE": "not asked"}, ("lse",)),
+    # The weight of a single key is 1, whatever its score is.
+    ({"keys": "1"}, ("dq", "dk")),
+    ({"queries": "1", "keys": AS_QUERIES}, ("dq", "dk")),
+    ({"queries": "1", "mask": "causal"}, ("dq", "dk")),
+    ({"scale": "zero"}, ("dq", "dk")),
+    ({"scores": "uniform"}, ("dk",)),
+    ({"scores": "nokeys"}, ("dq",)),
+    ({"values": "equal"}, ("dq", "dk")),
+    ({"values": "zero"}, ("out", "dq", "dk")),
+    ({"output gradient": "zero"}, GRADIENTS),
+    # Bounds are wide where 16 bits hold scores, where scores are very large, and where results are subnormal.
+    ({"call": "autocast"}, _SMALL),
+    ({"shift": "10000"}, _SMALL),
+    ({"dtype": "float16", "values": "small"}, _SMALL),
+    ({"dtype": "float16", "output gradient": "small"}, _SMALL[1:]),
+)
+
+
+def _with_small_faults(tensors: Collection[str]) -> set[str]:
+    """These tensors, and the small faults of those in which no fault shows."""
+    of = (("out",), GRADIENTS)
+    return {*tensors, *(small for small, names in zip(_SMALL, of, strict=True) if set(names) & set(tensors))}
+
+
+# What hides the faults of other levels: one level or two, and the tensors in which they do.
+HIDES = tuple((known, _with_small_faults(tensors)) for known, tensors in _HIDE)
 
 
 def levels(case: Case) -> dict[str, str]:
@@ -404,19 +425,6 @@ def _is_plain(known: Known, *factors: str) -> bool:
     return all(known.get(factor, PLAIN[factor]) == PLAIN[factor] for factor in factors)
 
 
-def _is_square(known: Known) -> bool:
-    """Whether the levels force as many keys as queries."""
-    sharing = known.get("sharing", "")
-    return known.get("keys") == AS_QUERIES or (sharing != "dense" and "q" in SHARED.get(sharing, ""))
-
-
-def _possible(known: Known, of: str) -> tuple[int, ...]:
-    """The lengths that the queries, or the keys, can have."""
-    is_square = _is_square(known)
-    rests = [known.get(left) for left in (("queries' rest", "keys' rest") if is_square else (f"{of}' rest",))]
-    return _lengths(known.get("queries" if is_square else of), *rests)
-
-
 @cache
 def _lengths(length: str | None, *rests: str | None) -> tuple[int, ...]:
     """The lengths of a class, or of all classes, that have all of these rests, in ascending order."""
@@ -424,13 +432,31 @@ def _lengths(length: str | None, *rests: str | None) -> tuple[int, ...]:
     return tuple(sorted(number for number in numbers if all(RESTS[left](number) for left in rests if left)))
 
 
+@cache
+def _shortest(
+    queries: str | None, queries_rest: str | None, keys: str | None, keys_rest: str | None, sharing: str | None
+) -> tuple[int, int] | None:
+    """The smallest numbers of queries and of keys that have these levels. None if no lengths have them.
+
+    The two lengths differ, unless the levels force as many keys as queries.
+    """
+    if keys == AS_QUERIES or (sharing != "dense" and "q" in SHARED.get(sharing or "", "")):
+        both = _lengths(queries, queries_rest, keys_rest)
+        return (both[0], both[0]) if both and keys in (None, AS_QUERIES) else None
+    of_queries, of_keys = _lengths(queries, queries_rest), _lengths(keys, keys_rest)
+    if not of_queries or not of_keys or (of_queries == of_keys and len(of_keys) == 1):
+        return None
+    return of_queries[0], of_keys[0]
+
+
+def _shortest_of(known: Known) -> tuple[int, int] | None:
+    return _shortest(*(known.get(factor) for factor in (*_OF_LENGTH, "sharing")))
+
+
 @_rule(*_OF_LENGTH, "sharing")
 def _lengths_exist(known: Known) -> bool:
-    """The classes contain lengths with these rests. The two lengths differ, unless they must be equal."""
-    if _is_square(known):
-        return known.get("keys", AS_QUERIES) == AS_QUERIES and bool(_possible(known, "queries"))
-    queries, keys = _possible(known, "queries"), _possible(known, "keys")
-    return bool(queries and keys) and (len(queries) > 1 or len(keys) > 1 or queries != keys)
+    """The classes contain lengths with these rests."""
+    return _shortest_of(known) is not None
 
 
 @_rule("mask", "queries", "keys")
@@ -603,6 +629,16 @@ LARGE_CASES = (
     "b1 h2 q1 k100 d64 causal inference",
     "b8 h96 q90 k66 d8",
     "b1 h2/1 q66 k66 d64 causal two-forwards seed1",
+    "b1 h1 q16 k16 d16 two-forwards",
+)
+# The same, each in one dtype, because they take longer: more tiles than the units of a GPU, long sequences with several
+# heads, and generation after long texts.
+LONGER_CASES = (
+    "b5 h27 q128 k128 d64 causal bfloat16",
+    "b1 h4/1 q600 k600 d128 causal float16",
+    "b1 h2 q1100 k1100 d64 float32",
+    "b1 h8/2 q1 k6000 d128 bfloat16 inference",
+    "b2 h8/2 q1 k1500 d64 float16 inference",
 )
 # Levels that most users meet. Kernels have code for several of them together, so the run contains every combination of
 # four. All other factors are plain.
@@ -634,6 +670,14 @@ MODELS = {
     "Gemma 2 9B": (16, 8, 256),
     "Falcon 7B": (71, 1, 64),
 }
+# The ways in which the sequences of models are called: in training, as a prompt, in training that must be repeatable,
+# and in training of adapters of queries and values.
+_PROMPTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"call": "inference", "sharing": "dense"},
+    {"call": "deterministic"},
+    {"wanted": "dq-dv", "sharing": "dense"},
+)
 TURNS = 6  # how often the numbers of a row are chosen anew; the first choice that has room is taken
 TILE = 64  # the queries, and the keys, of a tile that may take milliseconds
 
@@ -651,10 +695,10 @@ class Room:
     work: the largest batch x heads x queries x keys x (dim + 64) of one case. numbers: the most elements of its four
     tensors. many: the same limit, for a batch x heads over 65535. cases: the least number of cases. steps: the largest
     time of one case by `steps_of`, where tiles are slow. dims: the head dims. odd: the only odd head dim, for a kernel
-    that is compiled for each. pairs: whether the run has as many cases as all pairs need. half_hiding: whether a case
-    with a half-hiding level counts for no pair without this level, as a case without gradients. A run then needs a
-    third more cases. common: whether the run has every combination of four common levels. triples: the room of
-    further cases, which complete every triple that fits in that room.
+    that is compiled for each. pairs: whether the run has as many cases as all pairs need. shows: what each pair needs
+    cases for: one that shows each tensor of the answer, one that shows the forward and one that shows the backward, or
+    one that may show neither. common: whether the run has every combination of four common levels. triples: the room of
+    the further cases, which complete every triple that fits in that room.
     """
 
     work: float
@@ -664,7 +708,7 @@ class Room:
     steps: float = math.inf
     dims: tuple[str, ...] = tuple(_DIMS)
     pairs: bool = True
-    half_hiding: bool = False
+    shows: Literal["tensors", "directions", "any"] = "directions"
     common: bool = True
     odd: int | None = None
     triples: "Room | None" = None
@@ -682,8 +726,8 @@ class Room:
 
 
 Effort = Literal["quick", "default", "thorough"]
-_OF_A_CPU = Room(work=2.0**25.5, numbers=2.0**18.5, many=2.0**21.5, cases=600, half_hiding=True)
-_OF_A_GPU = replace(_OF_A_CPU, half_hiding=False)
+_OF_A_CPU = Room(work=2.0**25.5, numbers=2.0**18.5, many=2.0**21.5, cases=600, shows="tensors")
+_OF_A_GPU = replace(_OF_A_CPU, shows="directions")
 _FEW_DIMS = ("64", "16", "32", "40", "128", "256", "odd")  # the head dims of the grids, and a few more
 _OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS, odd=33, common=False)
 _OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=16)
@@ -700,7 +744,7 @@ def room_of(implementation: Implementation, device: Device, effort: Effort = "de
     if room is _OF_SLOW_TILES and device == "cuda":
         room = _OF_LOOPS_ON_A_GPU
     if effort == "quick":
-        return replace(room, cases=_CASES_OF_A_QUICK_RUN, pairs=False, common=False)
+        return replace(room, cases=_CASES_OF_A_QUICK_RUN, pairs=False, shows="any", common=False)
     if effort == "thorough":
         return replace(room, triples=_smaller(room))
     return room
@@ -712,18 +756,22 @@ def _smaller(room: Room) -> Room:
 
 
 def _smallest(known: Known) -> Case:
-    """The smallest sizes that a case with these levels can have."""
+    """The smallest sizes that a case with these levels can have. Lengths with these levels must exist."""
     kv_heads = min(_HEADS[known.get("key heads", "1")])
     heads = kv_heads * min(_GROUPS[known.get("group", "1")])
     batch = known.get("batch", "1")
-    return Case(
-        batch=65536 // heads + 1 if batch == MANY else min(_BATCHES[batch]),
-        heads=heads,
-        kv_heads=kv_heads,
-        queries=_possible(known, "queries")[0],
-        keys=_possible(known, "keys")[0],
-        dim=_SMALLEST_DIM[known.get("head dim", "8")],
+    lengths = _shortest_of(known)
+    assert lengths is not None
+    return _of_sizes(
+        65536 // heads + 1 if batch == MANY else min(_BATCHES[batch]),
+        *(heads, kv_heads, *lengths),
+        _SMALLEST_DIM[known.get("head dim", "8")],
     )
+
+
+@cache
+def _of_sizes(batch: int, heads: int, kv_heads: int, queries: int, keys: int, dim: int) -> Case:
+    return Case(batch=batch, heads=heads, kv_heads=kv_heads, queries=queries, keys=keys, dim=dim)
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -847,12 +895,23 @@ class Space:
     def _nothing_covered(self) -> Covering:
         sizes = [len(self.levels[factor.name]) for factor in FACTORS]
         costs = [[self._cost_of(factor, level) for level in self.levels[factor.name]] for factor in FACTORS]
-        hiding = [
-            [level in factor.hiding or (self.room.half_hiding and level in factor.half_hiding) for level in own]
-            for factor, own in ((factor, self.levels[factor.name]) for factor in FACTORS)
+        places = {factor.name: place for place, factor in enumerate(FACTORS)}
+        hides = [
+            ([(places[name], self.levels[name].index(level)) for name, level in known.items()], self._hidden(tensors))
+            for known, tensors in HIDES
+            if all(level in self.levels[name] for name, level in known.items())
         ]
         coarse = [[level in factor.coarse for level in self.levels[factor.name]] for factor in FACTORS]
-        return Covering(sizes, self.allowed, [factor.weight for factor in FACTORS], costs, hiding, coarse)
+        return Covering(sizes, self.allowed, [factor.weight for factor in FACTORS], costs, hides, coarse)
+
+    def _hidden(self, tensors: Collection[str]) -> Collection[str]:
+        """What is hidden, by tensor or by direction."""
+        if self.room.shows == "any":
+            return ()
+        if self.room.shows == "tensors":
+            return tensors
+        of_directions = {"forward": ("out", "lse"), "backward": GRADIENTS}
+        return [name for name, of_direction in of_directions.items() if set(of_direction) <= set(tensors)]
 
     def _cost_of(self, factor: Factor, level: str) -> float:
         """The cost of a level, in new triples. Where tiles are slow, each further tile of a level costs a new pair."""
@@ -865,19 +924,49 @@ class Space:
     def _covering(self) -> Covering:
         """A covering that contains the rows of the array."""
         covering = self._nothing_covered()
-        for levels in self._rows.forgotten:
-            covering.forget(levels)
         for row in self._rows.rows:
             covering.add(row)
+        for levels in self._rows.forgotten:
+            covering.forget(levels)
         return covering
 
     @cached_property
     def _rows(self) -> "Rows":
         """The rows of the array, in the order of their construction. The processes of a run share one result."""
+        found = self._shared_rows(wait=True)
+        assert found is not None
+        return found
+
+    def build(self) -> bool:
+        """Builds the rows of the array, unless another process of the run is building them. Returns whether they exist.
+
+        The processes of a run thus build different arrays at the same time.
+        """
+        if "_rows" not in self.__dict__ and (found := self._shared_rows(wait=False)):
+            self._rows = found
+        return "_rows" in self.__dict__
+
+    def _shared_rows(self, *, wait: bool) -> "Rows | None":
+        """The rows, from the first process that asks for them. None if another one is at it, and `wait` is false."""
+        if _shared is None or not _shared.is_dir():
+            return self._built_rows()
         about = f"{self.supports} {self.levels} {self.room}"
-        path = _shared and _shared / f"{hashlib.sha256(about.encode()).hexdigest()}.rows"
-        if path and path.exists():
-            return msgspec.json.decode(path.read_bytes(), type=Rows)
+        path = _shared / f"{hashlib.sha256(about.encode()).hexdigest()}.rows"
+        with path.with_suffix(".lock").open("w") as lock:  # the lock ends with the process that holds it
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+            if path.exists():
+                return msgspec.json.decode(path.read_bytes(), type=Rows)
+            found = self._built_rows()
+            if path.parent.is_dir():  # the run may have ended
+                half = path.with_suffix(".half")
+                half.write_bytes(msgspec.json.encode(found))
+                half.replace(path)  # a process that dies while it writes leaves no half file
+            return found
+
+    def _built_rows(self) -> "Rows":
         covering, rows = self._nothing_covered(), list[Row]()
         while (self.room.pairs and covering.open_pairs.any()) or len(rows) < self.room.cases:
             row = covering.next_row()
@@ -894,12 +983,8 @@ class Space:
             coverage = coverage[0], covering.coverage[1]
             forgotten += covering.forgotten
         claimed = _possible_pairs(self.supports, tuple(self.dtypes), self.device)
-        found = Rows(rows, number, coverage, forgotten, claimed, self._common_rows() if self.room.common else [])
-        if path and path.parent.is_dir():
-            half = path.with_suffix(f".{os.getpid()}")
-            half.write_bytes(msgspec.json.encode(found))
-            half.replace(path)  # another process reads the whole file or none
-        return found
+        common = self._common_rows() if self.room.common else []
+        return Rows(rows, number, coverage, forgotten, claimed, common)
 
     def case(self, row: Row, number: int) -> Case:
         levels = {factor.name: self.levels[factor.name][level] for factor, level in zip(FACTORS, row, strict=True)}
@@ -953,6 +1038,7 @@ class Space:
         found = [case for case in found if (case.call, case.dtype) != ("autocast", "float32")]
         if not self.room.is_of_slow_tiles:
             found += [Case.parse(f"{line} {dtype}") for line in LARGE_CASES for dtype in self.dtypes]
+            found += [case for case in map(Case.parse, LONGER_CASES) if case.dtype in self.dtypes]
             found += self._long() + self._models()
         return [case for case in found if not_claimed(case, self.supports) is None]
 
@@ -998,7 +1084,7 @@ class Space:
         for number, (dtype, heads, kv_heads, dim) in enumerate(shapes):
             model = Case(heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, seed=number)
             length = LENGTHS["past a tile"][number % 8]
-            found.append(replace(model, queries=length, keys=length, mask="causal"))
+            found.append(replace(model, queries=length, keys=length, mask="causal", **_PROMPTS[number % 4]))
             found.append(replace(model, queries=1, keys=258 + number, call="inference"))
             group = min(heads // kv_heads, 8)
             part = replace(model, kv_heads=1, heads=group)

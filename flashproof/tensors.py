@@ -74,8 +74,8 @@ def inputs(case: Case, device: str | torch.device = "cpu", outside: float = math
     numbers = tuple(tensor.to(device) for tensor in _numbers(case))
     memory = Memory(outside)
     apart = [
-        memory.laid_out(tensor, layout, offset=offset)
-        for tensor, layout, offset in zip(numbers, case.layouts, case.offsets, strict=True)
+        memory.laid_out(tensor, layout, offset=offset, seed=case.seed + place)
+        for place, (tensor, layout, offset) in enumerate(zip(numbers, case.layouts, case.offsets, strict=True))
     ]
     query, key, value, dout = apart
     match case.sharing:
@@ -172,7 +172,9 @@ def _made(case: Case) -> Numbers:
         case "onehot":
             dout = (np.arange(case.dim) == np.arange(case.queries)[:, None] % case.dim) * np.ones_like(dout)
         case "somerows":
-            dout[:, :, np.arange(case.queries) // 16 % 2 == 1] = 0.0
+            rows = np.arange(case.queries)
+            hidden = rows < case.queries // 2 if case.seed % 2 else rows // 16 % 2 == 1
+            dout[:, :, hidden] = 0.0
         case "small":
             dout = dout * SMALL_NUMBERS
         case "large":
@@ -244,12 +246,16 @@ def block_mask(case: Case, device: str | torch.device) -> Tensor | None:
     drawn = (share < case.blocks).reshape(shape)
     if not drawn.any():  # an answer of zeros alone would hide every fault
         drawn[:, :, 0, 0] = drawn[:, :, -1, -1] = True
+    if case.seed % 8:  # In most cases, the last query of the last head sees a key. Else faults of last rows are hidden.
+        last_key = min(case.keys, case.queries) - 1 if case.mask == "causal" else case.keys - 1
+        drawn[-1, -1, -1, last_key // BLOCK] = True
     mask = torch.from_numpy(drawn).to(device)
     return mask.mT.contiguous().mT if case.layouts[0] == "transposed" else mask
 
 
 # --------------------------------------------------------------------------------------------------------- memory
 
+FORMS = 4  # seeds after which the forms of layouts and addresses repeat
 GUARD = 1024  # elements on either side of a contiguous tensor; keeps the alignment that kernels need
 
 
@@ -268,26 +274,33 @@ class Memory:
         start = GUARD + begin
         return self._buffer(like, (count + 2 * GUARD,))[start : start + count].view(shape)
 
-    def laid_out(self, tensor: Tensor, layout: Layout, *, offset: bool = False) -> Tensor:
-        """A tensor [batch, heads, length, dim] in a layout. The layouts with strides of 0 change the numbers."""
+    def laid_out(self, tensor: Tensor, layout: Layout, *, offset: bool = False, seed: int = 0) -> Tensor:
+        """A tensor [batch, heads, length, dim] in a layout. The layouts with strides of 0 change the numbers.
+
+        seed: chooses among the forms of a layout, which repeat after `FORMS` seeds. A layout that orders the axes in
+        another way has gaps or none, the larger buffer of a tensor has more columns or more heads, and an offset is of
+        one element or of eight bytes. If the buffer has one more column, every row begins at another offset.
+        """
         batch, heads, length, dim = tensor.shape
-        begin = 1 if offset else 0
+        begin = (1, 8 // tensor.element_size())[seed % 2] if offset and layout != "wider" else 0
+        gap = 1 - seed // 2 % 2
         view: Tensor
         match layout:
             case "contiguous":
                 view = self._guarded(tensor, tensor.shape, begin)
             case "transposed":
-                view = self._guarded(tensor, (batch, length + 1, heads, dim), begin)[:, :length].transpose(1, 2)
+                view = self._guarded(tensor, (batch, length + gap, heads, dim), begin)[:, :length].transpose(1, 2)
             case "length-first":
-                view = self._guarded(tensor, (length + 1, batch, heads, dim), begin)[:length].permute(1, 2, 0, 3)
+                view = self._guarded(tensor, (length + gap, batch, heads, dim), begin)[:length].permute(1, 2, 0, 3)
             case "columns":
-                view = self._guarded(tensor, (batch, heads, dim, length + 1), begin)[..., :length].transpose(2, 3)
+                view = self._guarded(tensor, (batch, heads, dim, length + gap), begin)[..., :length].transpose(2, 3)
             case "cropped":
                 view = self._guarded(tensor, (batch, heads, length + 3, dim), begin)[:, :, :length]
             case "sliced":
                 view = self._guarded(tensor, (batch, heads, 2 * length, 2 * dim), begin)[:, :, ::2, ::2]
             case "wider":
-                view = self._guarded(tensor, (batch, heads, length, 2 * dim), begin)[..., :dim]
+                more, columns = (heads, dim + 1) if offset else ((heads, 2 * dim), (2 * heads, dim))[seed % 2]
+                view = self._guarded(tensor, (batch, more, length, columns), begin)[:, :heads, :, :dim]
             case "expanded" | "pooled" | "summed":
                 of_heads = batch == 1 or (heads > 1 and length % 2 == 0)  # which of the two axes has a stride of 0
                 parts: dict[Layout, Callable[[], Tensor]] = {

@@ -20,7 +20,7 @@ from flashproof.calling import GRADIENTS, Answer, Fault, Forward, Observer, Run,
 from flashproof.cases import Call, Case, Masking
 from flashproof.impls.spec import Arithmetic, Device, Implementation, Supports
 from flashproof.oracles.masks import BLOCK
-from flashproof.tensors import Inputs, inputs, memory, tensors_of
+from flashproof.tensors import FORMS, Inputs, inputs, memory, tensors_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +78,11 @@ class _Of:
 
 
 CALLS_BETWEEN = 4  # further calls between forward and backward, if calls are fast; a kernel may have several buffers
-MANY_CALLS = 32  # the same for small tensors: as many as a deep network has layers
-SMALL = 2**15  # elements of a case with small tensors
+MANY_CALLS = {2**11: 128, 2**15: 32}  # the same for cases of up to so many elements: the layers of deep networks
 LOOP_THREADS = 6  # more than a case may have heads, and no power of two
 CALLS_BEFORE = 4  # calls that fill the same tensors, if calls are fast; graphs are captured after the third call
+FEW_QUERIES = 15  # generation has one query, or a few that were guessed
+LONGEST_PROMPT = 64
 LARGEST_BATCH = 8  # a batch of up to this size is also called with one more entry
 
 # ------------------------------------------------------------------------------------------------ one forward each
@@ -269,7 +270,7 @@ def _two_forwards(implementation: Implementation, case: Case, device: str, obser
         forward(implementation, one, inputs(one, device), wanted=wanted(one), observer=observer)
         for one in (case, other)
     )
-    between = MANY_CALLS if case.numbers <= SMALL else CALLS_BETWEEN
+    between = next((calls for most, calls in MANY_CALLS.items() if case.numbers <= most), CALLS_BETWEEN)
     between = 0 if implementation.slow(cast(Device, device)) else between
     further = replace(case, seed=other.seed)
     given = inputs(further, device)
@@ -302,7 +303,7 @@ def _after_another(implementation: Implementation, case: Case, device: str, obse
 def _renewed(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
     """Calls as in the replay of a graph: all use the same tensors, or the last uses new ones at the same addresses."""
     times = 1 if implementation.slow(cast(Device, device)) else CALLS_BEFORE
-    others = [replace(case, seed=case.seed + 1 + turn % 2) for turn in range(times)]
+    others = [replace(case, seed=case.seed + FORMS * (1 + turn % 2)) for turn in range(times)]
     given, kept = inputs(others[0], device), None
     for turn, other in enumerate(others):
         if turn:
@@ -332,19 +333,25 @@ def _fill(given: Inputs, fresh: Inputs) -> None:
 def _grown(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
     """Calls as in generation: the second call has one more key than the first, in the same memory.
 
-    The first call is of another sequence, so an answer from remembered keys is wrong.
+    The first call is of another sequence, so an answer from remembered keys is wrong. Before a call with few queries,
+    it may be a prompt, which has many.
     """
 
     def answer(one: Case, tensors: Inputs) -> Answer:
         return forward(implementation, one, tensors, wanted=(), run=within(torch.no_grad), observer=observer).answer()
 
+    other = replace(case, seed=case.seed + FORMS)
+    fewer = replace(other, keys=case.keys - 1, sharing="apart")
+    follows_a_prompt = case.seed % 2 and case.queries <= FEW_QUERIES and case.blocks is None
+    if follows_a_prompt and implementation.supports.cross_lengths:
+        fewer = replace(fewer, queries=min(fewer.keys, LONGEST_PROMPT))
+
     def shortened(tensors: Inputs) -> Inputs:
         blocks = tensors.block_mask
         blocks = blocks if blocks is None else blocks[..., : math.ceil(fewer.keys / BLOCK)]
-        return replace(tensors, key=tensors.key[:, :, :-1], value=tensors.value[:, :, :-1], block_mask=blocks)
+        of_queries = tensors if fewer.queries == case.queries else inputs(fewer, device)
+        return replace(of_queries, key=tensors.key[:, :, :-1], value=tensors.value[:, :, :-1], block_mask=blocks)
 
-    other = replace(case, seed=case.seed + 1)
-    fewer = replace(other, keys=case.keys - 1, sharing="apart")
     given = inputs(other, device)
     first = answer(fewer, shortened(given))
     _fill(given, inputs(case, device))
@@ -367,13 +374,18 @@ def _accumulated(implementation: Implementation, case: Case, device: str, observ
 
 
 def _projected(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
-    """A call with inputs that are not leaves. PyTorch lets a kernel change them in place, which spoils other uses."""
+    """A call with inputs that are not leaves. PyTorch lets a kernel change them in place, which spoils other uses.
+
+    In every second case, what the call saves for its backward is copied, as with an offload to the memory of the CPU.
+    """
     changed: list[str] = []
+    copies = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor)
 
     def run(attention: Callable[..., object], leaves: tuple[Tensor, ...], keywords: dict[str, object]) -> object:
         made = [leaf * 1 for leaf in leaves]
         before = [tensor.detach().clone() for tensor in made]
-        returned = attention(*made, **keywords)
+        with copies if case.seed % 2 else nullcontext():
+            returned = attention(*made, **keywords)
         pairs = zip(("query", "key", "value"), made, before, strict=True)
         changed.extend(name for name, tensor, as_made in pairs if not torch.equal(tensor, as_made))
         return returned

@@ -251,6 +251,12 @@ def has_statistical_gate(problem: Problem, arithmetic: Arithmetic) -> bool:
     return is_float32 and rounds and not any(sums_equal_terms(problem))
 
 
+def has_equal_weights(problem: Problem) -> bool:
+    """Whether all scores are 0, or there is one key: every visible key of a row has the same weight."""
+    query, key = problem.query, problem.key
+    return problem.scale == 0.0 or key.shape[2] == 1 or not bool(query.any()) or not bool(key.any())
+
+
 def sums_equal_terms(problem: Problem) -> tuple[bool, bool]:
     """Whether sums over keys (out, dq), and sums over queries (dk, dv), add the same number again and again.
 
@@ -262,8 +268,7 @@ def sums_equal_terms(problem: Problem) -> tuple[bool, bool]:
     def is_constant(tensor: Tensor) -> bool:
         return tensor.shape[2] > 1 and bool((tensor == tensor[:, :, :1]).all())
 
-    query, key = problem.query, problem.key
-    flat = problem.scale == 0.0 or key.shape[2] == 1 or not bool(query.any()) or not bool(key.any())
+    query, key, flat = problem.query, problem.key, has_equal_weights(problem)
     over_keys = is_constant(problem.value) and (flat or is_constant(key))
     return over_keys, is_constant(problem.dout) and (flat or is_constant(query))
 
@@ -698,14 +703,14 @@ class _Sums:
         over_keys, over_queries = u.product_tiny * u.tiles, u.product_tiny * u.query_tiles * groups
         of_dq = (1 + u.sixteen_bit_steps) * u.tiny + over_keys * scaled
         of_keys = (1 + u.sixteen_bit_steps * groups) * u.tiny
-        final = {
-            "out": bound.out,
-            "lse": bound.lse,
-            "dq": bound.dq + torch.where(seen, (u.u_o + 2.0 * u.u_a) * answer.dq.abs() + of_dq, 0.0),
-            "dk": bound.dk + (u.u_o + 2.0 * u.u_a) * answer.dk.abs() + of_keys + over_queries * scaled,
-            "dv": bound.dv + u.u_o * answer.dv.abs() + of_keys + over_queries * gain,
-        }
-        return Attention(**{name: SECOND_ORDER * tensor for name, tensor in final.items()})
+        of_size = u.u_o + 2.0 * u.u_a
+        # In place, because these tensors are large and needed no more.
+        bound.dq.add_(torch.where(seen, answer.dq.abs().mul_(of_size).add_(of_dq), 0.0))
+        bound.dk.add_(answer.dk.abs().mul_(of_size)).add_(of_keys).add_(over_queries * scaled)
+        bound.dv.add_(answer.dv.abs().mul_(u.u_o)).add_(of_keys).add_(over_queries * gain)
+        for tensor in (bound.out, bound.lse, bound.dq, bound.dk, bound.dv):
+            tensor.mul_(SECOND_ORDER)
+        return bound
 
 
 def _largest_error(problem: Problem, u: Units, largest: float) -> float:

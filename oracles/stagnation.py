@@ -92,8 +92,10 @@ def _of_terms(
     of_equal = torch.zeros_like(total)
     for relative in STEPS:
         step = relative * total
-        angles = terms * (2.0 * math.pi / step)[..., None]
-        points = torch.where(is_large, torch.polar(torch.ones_like(angles), angles), 0.0)
+        angles = 2.0 * math.pi * (terms / step[..., None])
+        # A step that float64 cannot hold is far below the smallest float32 number, and loses nothing.
+        counts = is_large & angles.isfinite()
+        points = torch.where(counts, torch.polar(torch.ones_like(angles), angles), 0.0)
         lengths = points.reshape(*total.shape, parts, -1).sum(dim=-1).abs()
         of_equal = torch.maximum(of_equal, step / 2.0 * (lengths.sum(dim=-1) - by_chance))
     return of_small + of_equal

@@ -97,9 +97,9 @@ def ratios(
     """
     got = actual.to(torch.float64)
     allowed = bound if oracle_error is None else bound + oracle_error
-    error = (got - exact).abs()
+    error = (got - exact).abs_()
     ratio = error / allowed
-    if torch.isfinite(ratio).all():  # so are the answer and the exact result, and no bound is 0
+    if ratio.sum().isfinite():  # so are all ratios, the answer and the exact result, and no bound is 0
         return ratio
     ratio = torch.where(error == 0.0, 0.0, ratio)
     ratio = torch.where(allowed.isinf() & got.isfinite(), 0.0, ratio)
@@ -266,7 +266,7 @@ def largest_ulps(actual: Tensor, exact: Float[Tensor, "..."], bound: Float[Tenso
     size = exact.abs()
     place = size.flatten().argmax()
     largest, allowed = size.flatten()[place], bound.flatten()[place]
-    error = (actual.to(torch.float64) - exact).abs().max()
+    error = (actual.to(torch.float64) - exact).abs_().max()
     ulps = error / _last_place(largest, actual.dtype)
     return float(ulps) if bool(allowed < largest) else None
 

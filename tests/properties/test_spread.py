@@ -56,7 +56,7 @@ def general_position(space: Space, dtype: Dtype) -> list[Case]:
     return grids.lines(SIXTEEN_BIT, cuda=LONG, slow=SLOW_SIXTEEN_BIT)(space, dtype)
 
 
-@check("properties", grid=general_position)
+@check("properties", grid=general_position, every=False)  # it leaves out arithmetic that has no model
 def test_spread(subject: Subject) -> None:
     """The mean square of all errors of a tensor is not larger than the claimed arithmetic makes it.
 

@@ -159,6 +159,26 @@ def test_a_bias_is_told_of() -> None:
     assert ((truncated.double() - exact).abs() <= bound).all()
 
 
+@pytest.mark.parametrize(("zero", "leans"), [(True, None), (False, False)])
+def test_a_bias_of_equal_weights_is_not_judged(zero: bool, leans: bool | None) -> None:
+    """A kernel may normalise the weights of each part of the keys before it casts them.
+
+    If all scores are 0, all weights of a part are cast in the same direction, so the output leans.
+    """
+    given = inputs(Case.parse("b1 h2 q128 k256 d64 float16 v.positive"))
+    query = torch.zeros_like(given.query) if zero else given.query
+    scores = query.double() @ given.key.double().mT / 8.0
+    parts = [slice(0, 109), slice(109, None)]
+    weights = [torch.softmax(scores[..., part], dim=-1).half().double() for part in parts]
+    outs = [of_part @ given.value[:, :, part].double() for of_part, part in zip(weights, parts, strict=True)]
+    lse = torch.stack([scores[..., part].logsumexp(dim=-1) for part in parts])
+    shares = torch.softmax(lse, dim=0)[..., None]
+    out = (shares[0] * outs[0] + shares[1] * outs[1]).half()
+    verdict = flashproof.judge(out, query, given.key, given.value)["out"]
+    assert verdict.passed
+    assert (verdict.bias and verdict.bias.leans) == leans
+
+
 CAUSAL = "b1 h2 q60 k90 d32 causal"
 QUESTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "mask forgotten": (CAUSAL, {"is_causal": False}, "without the causal mask"),

@@ -28,9 +28,10 @@ code. The checks that are named after a way of calling share one covering array 
 of levels that the claims allow, and that a run has room for, in some case. `--thorough` adds every triple of levels
 that fits in cases of an eighth of the work.
 
-Some levels hide the faults of others: a call without a backward, or a call that asks for only some of the gradients. A
-case with such a level does not count for a pair of two other levels. Levels that make numbers zero, large or equal hide
-faults too. So half of the cases have plain numbers.
+Some levels hide the faults of others in some tensors of the answer. A call without a backward shows no gradient.
+Values of zero make out, dQ and dK zero. A scale of zero makes dQ and dK zero. So a pair needs a case for each tensor
+that it does not hide itself: a case in which no other level hides this tensor. Small faults of out, and of the
+gradients, count as two more tensors: autocast and very large scores hide them.
 
 The factors and their levels:
 

@@ -77,11 +77,48 @@ def test_rows_from_elsewhere_count() -> None:
     assert len(all_rows(covering)) == 3
 
 
-def test_a_level_that_hides_faults_counts_for_its_own_pairs_alone() -> None:
-    hiding = [[False, True, True], [False, False, True], [False] * 4]
-    covering = Covering((3, 3, 4), lambda row, new: True, hiding=hiding)
+def is_shown(row: Row, tensor: str, hides: Sequence[tuple[Sequence[tuple[int, int]], Sequence[str]]]) -> bool:
+    """Returns whether a row shows a tensor."""
+    return not any(tensor in tensors and all(row[i] == a for i, a in levels) for levels, tensors in hides)
+
+
+def test_every_pair_stands_in_rows_that_show_each_tensor() -> None:
+    """Except the tensors that the pair itself hides."""
+    hides = [([(0, 1)], ["out"]), ([(0, 2)], ["out", "dq"]), ([(1, 2)], ["dq"]), ([(2, 1), (3, 1)], ["dq"])]
+    sizes = (3, 3, 4, 2)
+    rows = all_rows(Covering(sizes, lambda row, new: True, hides=hides))
+    for tensor, (i, j) in product(("out", "dq"), combinations(range(4), 2)):
+        for a, b in product(range(sizes[i]), range(sizes[j])):
+            pair = [-1] * 4
+            pair[i], pair[j] = a, b
+            is_found = any(row[i] == a and row[j] == b and is_shown(row, tensor, hides) for row in rows)
+            assert is_found == is_shown(tuple(pair), tensor, hides), (tensor, pair)
+    assert len(rows) <= 26
+
+
+def test_a_pair_that_no_row_shows_stands_in_some_row() -> None:
+    """Level 1 of factor 0 needs level 1 of factor 1, which hides dq. So no row shows dq with level 1 of factor 0."""
+    covering = Covering(
+        (2, 2, 3), lambda row, new: not (row[0] == 1 and row[1] == 0), hides=[([(1, 1)], ["dq"])], coarse=None
+    )
     rows = all_rows(covering)
-    for i, j in combinations(range(3), 2):
-        for a, b in product(range(len(hiding[i])), range(len(hiding[j]))):
-            (other,) = {0, 1, 2} - {i, j}
-            assert any(row[i] == a and row[j] == b and not hiding[other][row[other]] for row in rows), (i, j, a, b)
+    assert pairs(rows) == pairs([row for row in product(range(2), range(2), range(3)) if row[:2] != (1, 0)])
+    assert covering.coverage[0].share == 1.0
+    assert len(rows) <= 12
+
+
+def test_levels_that_hide_the_same_tensor_share_rows() -> None:
+    """The 10 levels of the last factor need each of them. One row for two of them is enough."""
+    hides = [([(factor, 1)], ["dq"]) for factor in range(4)]
+    rows = all_rows(Covering((2, 2, 2, 2, 10), lambda row, new: True, hides=hides))
+    hidden = [row for row in rows if 1 in row[:4]]
+    assert len(hidden) < 30
+
+
+def test_the_triples_of_an_impossible_pair_are_impossible() -> None:
+    covering = Covering((2, 2, 2), lambda row, new: True)
+    covering.forget([1, 3])
+    assert not covering.triples[1, 3].any()
+    assert not covering.triples[1, :, 3].any()
+    assert not covering.triples[:, 1, 3].any()
+    assert covering.coverage[1].possible == 6

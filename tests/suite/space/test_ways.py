@@ -1,7 +1,8 @@
 """Tests each way of calling: the kernel sees what the name says, and a correct kernel passes."""
 
+import math
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_without_gradients_a_way_of_calling_is_that_of_inference(call: Call) -> 
     assert all(SHOWS[call] in shown.items() for shown, _ in spy.seen) or call == "compiled"
 
 
-def backwards(seed: int) -> list[int]:
+def backwards(line: str) -> list[int]:
     """The forwards of a case with small tensors in the order of their backwards, each by its number."""
     spy, ended = Spy(watches=True), list[int]()
     right = kernel(spy).attention
@@ -76,14 +77,15 @@ def backwards(seed: int) -> list[int]:
         return found
 
     implementation = replace(kernel(spy), attention=attention)
-    case = Case.parse(f"b1 h2 q20 k24 d16 float32 causal two-forwards seed{seed}")
+    case = Case.parse(f"{line} float32 causal two-forwards")
     assert len(list(ways.computed(implementation, case, "cpu", UNOBSERVED))) == 2
     return ended
 
 
 def test_backwards_follow_many_forwards_in_the_order_of_a_network_or_of_a_pipeline() -> None:
-    assert backwards(seed=1) == [*range(ways.MANY_CALLS + 2, 0, -1)]
-    assert backwards(seed=2) == [1, 2]
+    for line, calls in (("b1 h2 q20 k24 d16", 32), ("b1 h1 q16 k16 d16", 128)):
+        assert backwards(f"{line} seed1") == [*range(calls + 2, 0, -1)]
+        assert backwards(f"{line} seed2") == [1, 2]
 
 
 # Two ways cannot show a fault: a backward of zeros has none, and autograd had saved what a checkpoint computes again.
@@ -105,6 +107,49 @@ def test_a_fault_of_one_way_shows_there_alone(call: Call) -> None:
             for judged in judging.judge(one.answer, one.case, claim, tuple(one.answer.tensors), one.given)
         ]
         assert all(found) != wrong
+
+
+@pytest.mark.parametrize(("seed", "queries"), [(4, 3), (5, 39)])
+def test_generation_may_follow_a_prompt(seed: int, queries: int) -> None:
+    """The keys of both calls are in the same memory, and a right kernel passes in both."""
+    spy = Spy(watches=True)
+    case = Case.parse(f"b1 h2/1 q3 k40 d16 bfloat16 causal-br k.cropped v.cropped grown seed{seed}")
+    found = list(ways.computed(kernel(spy), case, "cpu", UNOBSERVED))
+    assert [one.case.queries for one in found] == [queries, 3]
+    assert [one.case.keys for one in found] == [39, 40]
+    for one in found:
+        claim = kernel(spy).arithmetic(case.dtype, "cpu")
+        assert all(judged.passed for judged in judging.judge(one.answer, one.case, claim, ("out", "lse"), one.given))
+
+
+@pytest.mark.parametrize(("seed", "is_wrong"), [(4, False), (5, True)])
+def test_what_a_call_saves_may_be_copied(seed: int, is_wrong: bool) -> None:
+    """A kernel that finds its LSE by the address of the saved output is wrong after a copy."""
+    kept: dict[int, torch.Tensor] = {}
+
+    class ByAddress(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            weights = torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), dim=-1)
+            out = weights @ value
+            kept[out.data_ptr()] = weights
+            ctx.save_for_backward(query, key, value, out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            query, key, value, out = ctx.saved_tensors
+            weights, (dout,) = kept.get(out.data_ptr(), torch.zeros(query.shape[2], key.shape[2])), gradients
+            dscores = weights * (dout @ value.mT - (dout * out).sum(dim=-1, keepdim=True)) / math.sqrt(query.shape[-1])
+            return dscores @ key, dscores.mT @ query, weights.mT @ dout
+
+    call: Any = ByAddress.apply
+    implementation = replace(kernel(Spy()), attention=lambda query, key, value, **_: call(query, key, value))
+    case = Case.parse(f"b1 h2 q20 k24 d16 float32 projected nolse seed{seed}")
+    (one,) = ways.computed(implementation, case, "cpu", UNOBSERVED)
+    claim = implementation.arithmetic(case.dtype, "cpu")
+    found = judging.judge(one.answer, one.case, claim, ("out", "dq", "dk", "dv"), one.given)
+    assert all(judged.passed for judged in found) != is_wrong
 
 
 def test_a_kernel_may_not_change_what_other_operations_returned() -> None:
