@@ -46,8 +46,8 @@ called as models call it, in each dtype, for training and for one token of gener
 The models are {models}.
 
 Most users meet only some of the levels, and kernels have code for several of these together. So {common} further cases
-contain every combination of *four* common levels. A kernel that is interpreted, or compiled for each shape, does not
-get them. The levels are:
+contain every combination of *four* common levels that fits in one case. A kernel that is interpreted, or compiled for
+each shape, does not get them. The levels are:
 
 {levels_of_common}"""
 COMBINED = """
