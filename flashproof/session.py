@@ -31,7 +31,7 @@ from flashproof.sandbox.journal import Journal
 from flashproof.sandbox.worker import Worker
 from flashproof.selection import Selection, parse_cases
 from flashproof.settings import FOLDER, Settings
-from flashproof.space import Space
+from flashproof.space import GRADIENTS, Space
 from flashproof.subject import Subject
 from flashproof.targets import Loaded, Target
 from flashproof.words import parse_device, parse_dtypes
@@ -41,7 +41,6 @@ TIME_LIMITS: dict[Device, float] = {"cpu": 30.0, "cuda": 120.0}  # calls may com
 QUICK_LIMIT = 0.25  # the share of these limits that holds in a quick run, whose cases are small
 PROCESSES_ON_A_GPU = 16  # processes that share one GPU; they spend most of their time compiling kernels
 NOT_ANSWERED = "not run: {} answers no call"
-GRADIENTS = ("dq", "dk", "dv")
 ENDED_BY = "the check was ended by "  # the start of the message of a check that is itself at fault
 OTHER_PLACE = "give another place by --report or --records, or in [tool.flashproof] of pyproject.toml"
 
