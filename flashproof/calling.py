@@ -212,7 +212,7 @@ def attend(
         if about in _answered:
             raise Fault(f"refused a case that it had answered before: {refusal}") from refusal
         raise
-    _answered.add(about)
+    _answered[about] = case
     return answer
 
 
@@ -223,13 +223,20 @@ def _about(implementation: Implementation, case: Case, inputs: Inputs, *, backwa
     return implementation.name, replace(case, seed=0, call=call), strides, backward
 
 
-_answered: set[_About] = set()  # calls that an implementation answered, for any seed
+_answered: dict[_About, Case] = {}  # calls that an implementation answered for any seed, and the case of the last one
 
 
 def answered_before(implementation: Implementation) -> Case | None:
-    """A case whose plain forward the implementation has answered in this process. None if there is none."""
-    found = (case for name, case, _, backward in _answered if name == implementation.name and not backward)
-    return min((case for case in found if case.call == "plain"), key=str, default=None)
+    """A case whose plain forward the implementation has answered in this process. None if there is none.
+
+    It has the seed of the answered call: the strides of a layout may depend on the seed.
+    """
+    found = [
+        replace(answered, call="plain")
+        for (name, case, _, backward), answered in _answered.items()
+        if name == implementation.name and not backward and case.call == "plain"
+    ]
+    return min(found, key=str, default=None)
 
 
 def forward(
@@ -280,7 +287,7 @@ def forward(
             "and the caller's stream does not wait for that one"
         )
     _check_untouched(given, before)
-    _answered.add(_about(implementation, case, inputs, backward=False))
+    _answered[_about(implementation, case, inputs, backward=False)] = case
     return Forward(
         implementation,
         observer,

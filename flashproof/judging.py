@@ -29,6 +29,9 @@ BY_ROWS: tuple[TensorName, ...] = ("out", "lse", "dq")  # tensors with a row for
 SAMPLED_FROM = 2048  # from this number of keys, some rows are also enclosed, beside the float64 oracle
 
 
+Head = tuple[int, int] | None  # a batch entry and a key head; None: all of them
+
+
 @dataclass(frozen=True, eq=False)
 class Exact:
     """The exact result of a problem, the error of the oracle, and the bound of one claim."""
@@ -42,7 +45,7 @@ class Exact:
     certainty: Certainty
     # Few verdicts need these two, so they are computed on demand.
     casts: Callable[[], list[Attention]]  # what roundings to nearest do, of the weights and of the output in delta
-    lost: Callable[[], Attention]  # the small terms that sums may lose; added to the probabilistic bound
+    lost: Callable[[Head], Attention]  # what sums may lose, in one head or in all; added to the probabilistic bound
 
     def on_cpu(self) -> "Exact":
         """The same, moved to the CPU."""
@@ -53,7 +56,7 @@ class Exact:
             bound=_on_cpu(self.bound),
             statistical=_on_cpu(self.statistical),
             casts=lambda: [_on_cpu(each) for each in self.casts()],
-            lost=lambda: _on_cpu(self.lost()),
+            lost=lambda of: _on_cpu(self.lost(of)),
         )
 
     def times(self, factor: float) -> "Exact":
@@ -72,7 +75,7 @@ class Exact:
             bound=larger(self.bound),
             statistical=larger(self.statistical),
             casts=lambda: [multiple(each) for each in self.casts()],
-            lost=lambda: larger(self.lost()),
+            lost=lambda of: larger(self.lost(of)),
         )
 
 
@@ -227,7 +230,7 @@ def exact_of(
         _even(problem, arithmetic),
         "certified" if enclosed else "bounded",
         cache(lambda: bounds.casts(problem, arithmetic, backward=backward)),
-        cache(lambda: stagnation.lost(problem, backward=backward)),
+        cache(lambda of: stagnation.lost(problem, backward=backward, of=of)),
     )
 
 
@@ -394,7 +397,7 @@ def judge_tensor(actual: Tensor, name: TensorName, truth: Exact) -> Judged:
     rho = verdict.rho(actual, true, bound, error)
     of_chance = verdict.rho(actual, true, statistical, error) if truth.gates else None
     if of_chance and rho.value <= 1.0 < of_chance.value < math.inf:
-        of_chance = verdict.rho(actual, true, statistical + getattr(truth.lost(), name), error)
+        of_chance = _of_chance(actual, name, truth, of_chance)
     return Judged(
         tensor=name,
         rho=rho,
@@ -404,6 +407,22 @@ def judge_tensor(actual: Tensor, name: TensorName, truth: Exact) -> Judged:
         certainty=truth.certainty,
         grid=None if rho.value <= 1.0 else grid(verdict.ratios(actual, true, bound, error)),
     )
+
+
+def _of_chance(actual: Tensor, name: TensorName, truth: Exact, without: verdict.Rho) -> verdict.Rho:
+    """The rho of the probabilistic bound, with what sums may lose.
+
+    The amounts take long, so the head with the largest rho comes first. If it fails, its rho is the result. The rho of
+    another head may then be larger. without: the rho without these amounts.
+    """
+    true, error, bound = (getattr(part, name) for part in (truth.answer, truth.error, truth.statistical))
+    groups = 1 if name in ("dk", "dv") else truth.answer.out.shape[1] // truth.answer.dk.shape[1]
+    batch, head = without.worst.index[0], without.worst.index[1] // groups
+    own = batch, slice(groups * head, groups * (head + 1))
+    of_one = torch.full_like(bound, math.inf)
+    of_one[own] = bound[own] + getattr(truth.lost((batch, head)), name)[own]
+    found = verdict.rho(actual, true, of_one, error)
+    return found if found.value > 1.0 else verdict.rho(actual, true, bound + getattr(truth.lost(None), name), error)
 
 
 def elements(actual: Tensor, name: TensorName, truth: Exact) -> Elements:

@@ -17,7 +17,8 @@ These errors are far inside the deterministic bound, but may exceed the probabil
 the probabilistic bound.
 
 The amounts take some passes over all scores for each column of the head dim. Only a result outside the probabilistic
-bound and inside the deterministic one needs them.
+bound and inside the deterministic one needs them. A wrong kernel has many such results, so `lost` can be asked about
+one head: if the result is outside both bounds there, the other heads do not matter.
 
 Source: Croci, Fasi, Higham, Mary and Mikaitis, Royal Society Open Science 9:211631, 2022 (stagnation); Higham and Mary,
 SIAM J. Sci. Comput. 41(5), 2019 (the assumptions of the probabilistic bound).
@@ -39,15 +40,17 @@ U = bounds.output_roundoff(torch.float32)
 STEPS = tuple(2.0 * U * 2.0**-halved for halved in range(4))
 
 
-def lost(problem: Problem, *, backward: bool = True) -> Attention:
+def lost(problem: Problem, *, backward: bool = True, of: tuple[int, int] | None = None) -> Attention:
     """The most that each element may lose, in float64, to first order.
 
-    backward: whether to compute it for the gradients too. Otherwise theirs are 0.
+    backward: whether to compute it for the gradients too. Otherwise theirs are 0. of: a batch entry and a key head.
+    Then the amounts are computed only for this head and its query heads, and are 0 elsewhere.
     """
     found = naive.empty_answer(problem)
     whole_heads = problem.groups * problem.query.shape[2] * problem.key.shape[2]
     for rows in naive.row_blocks(problem, whole_heads):
-        _add(found, rows, backward=backward)
+        if of is None or rows.kv_heads.start == of[0] * problem.key.shape[1] + of[1]:
+            _add(found, rows, backward=backward)
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashproof import diagnosis
-from flashproof.calling import Fault, Refused, attend
+from flashproof.calling import Fault, Refused, answered_before, attend
 from flashproof.cases import Case
 from flashproof.signatures import of_callable
 from flashproof.tensors import inputs
@@ -91,6 +91,19 @@ def test_what_was_answered_is_not_declined(error: Exception) -> None:
     attend(implementation, CASE, inputs(CASE), backward=False)
     with pytest.raises(Fault, match="refused a case that it had answered before"):
         attend(implementation, CASE, inputs(CASE), backward=False)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_answered_case_can_be_asked_again(seed: int) -> None:
+    """A form of a layout depends on the seed. The case that is asked again has the same strides."""
+    case = Case.parse(f"b2 h2 q33 k33 d16 float32 transposed seed{seed}")
+    error = RuntimeError("already in use")
+    implementation = of_callable(kernel(error, after=1), f"answering seed {seed} once")
+    attend(implementation, case, inputs(case), backward=False)
+    again = answered_before(implementation)
+    assert again is not None
+    with pytest.raises(Fault, match="refused a case that it had answered before"):
+        attend(implementation, again, inputs(again), backward=False)
 
 
 def test_an_assertion_without_words() -> None:

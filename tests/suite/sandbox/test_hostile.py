@@ -111,6 +111,10 @@ class Run:
             if judgement.implementation == name and judgement.status == "failed"
         ]
 
+    def statuses(self, name: str) -> list[str]:
+        """Returns the check and status of each record of a kernel, for the message of a failed assertion."""
+        return [f"{each.check}: {each.status}" for each in self.judgements if each.implementation == name]
+
     def failing_tests(self, name: str) -> list[str]:
         """Returns the tests of a kernel that pytest's summary lists as failed."""
         return re.findall(rf"^FAILED \S+\[{re.escape(name)}-\S+\]", self.text, re.MULTILINE)
@@ -151,7 +155,7 @@ def check(ended: Run, said: dict[str, str], innocent: tuple[str, ...]) -> None:
     for kernel, words in said.items():
         name = f"{KERNELS}:{kernel}"
         assert any(re.search(words, block) for block in ended.failures(name)), (
-            f"{kernel}: not {words!r} but {ended.failures(name)[:4]}"
+            f"{kernel}: not {words!r} but {ended.failures(name)[:4]}, in {ended.statuses(name)}\n{ended.text[-4000:]}"
         )
         assert ended.failing_tests(name), f"{kernel}: recorded, but no test of it failed"
     for name in innocent:
