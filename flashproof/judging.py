@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -29,9 +29,6 @@ BY_ROWS: tuple[TensorName, ...] = ("out", "lse", "dq")  # tensors with a row for
 SAMPLED_FROM = 2048  # from this number of keys, some rows are also enclosed, beside the float64 oracle
 
 
-Head = tuple[int, int] | None  # a batch entry and a key head; None: all of them
-
-
 @dataclass(frozen=True, eq=False)
 class Exact:
     """The exact result of a problem, the error of the oracle, and the bound of one claim."""
@@ -43,9 +40,10 @@ class Exact:
     gates: bool  # whether the probabilistic bound decides too
     even: tuple[TensorName, ...]  # the tensors in which a correct kernel makes errors of both signs: a bias is a fault
     certainty: Certainty
-    # Few verdicts need these two, so they are computed on demand.
+    # Few verdicts need these, so they are computed on demand.
     casts: Callable[[], list[Attention]]  # what roundings to nearest do, of the weights and of the output in delta
-    lost: Callable[[Head], Attention]  # what sums may lose, in one head or in all; added to the probabilistic bound
+    lost: Callable[[], Attention]  # the small terms that sums may lose; added to the probabilistic bound
+    lost_at: Callable[[TensorName, tuple[int, ...]], float]  # the same for one element, which takes less time
 
     def on_cpu(self) -> "Exact":
         """The same, moved to the CPU."""
@@ -56,7 +54,7 @@ class Exact:
             bound=_on_cpu(self.bound),
             statistical=_on_cpu(self.statistical),
             casts=lambda: [_on_cpu(each) for each in self.casts()],
-            lost=lambda of: _on_cpu(self.lost(of)),
+            lost=lambda: _on_cpu(self.lost()),
         )
 
     def times(self, factor: float) -> "Exact":
@@ -75,7 +73,8 @@ class Exact:
             bound=larger(self.bound),
             statistical=larger(self.statistical),
             casts=lambda: [multiple(each) for each in self.casts()],
-            lost=lambda of: larger(self.lost(of)),
+            lost=lambda: larger(self.lost()),
+            lost_at=lambda name, index: abs(factor) * self.lost_at(name, index),
         )
 
 
@@ -230,7 +229,8 @@ def exact_of(
         _even(problem, arithmetic),
         "certified" if enclosed else "bounded",
         cache(lambda: bounds.casts(problem, arithmetic, backward=backward)),
-        cache(lambda of: stagnation.lost(problem, backward=backward, of=of)),
+        cache(lambda: stagnation.lost(problem, backward=backward)),
+        partial(stagnation.lost_at, problem),
     )
 
 
@@ -412,17 +412,15 @@ def judge_tensor(actual: Tensor, name: TensorName, truth: Exact) -> Judged:
 def _of_chance(actual: Tensor, name: TensorName, truth: Exact, without: verdict.Rho) -> verdict.Rho:
     """The rho of the probabilistic bound, with what sums may lose.
 
-    The amounts take long, so the head with the largest rho comes first. If it fails, its rho is the result. The rho of
-    another head may then be larger. without: the rho without these amounts.
+    The amounts take long, so the element with the largest rho comes first. If it fails, its rho is the result, although
+    that of another element may be larger. without: the rho without these amounts.
     """
     true, error, bound = (getattr(part, name) for part in (truth.answer, truth.error, truth.statistical))
-    groups = 1 if name in ("dk", "dv") else truth.answer.out.shape[1] // truth.answer.dk.shape[1]
-    batch, head = without.worst.index[0], without.worst.index[1] // groups
-    own = batch, slice(groups * head, groups * (head + 1))
+    index = without.worst.index
     of_one = torch.full_like(bound, math.inf)
-    of_one[own] = bound[own] + getattr(truth.lost((batch, head)), name)[own]
+    of_one[index] = bound[index] + truth.lost_at(name, index)
     found = verdict.rho(actual, true, of_one, error)
-    return found if found.value > 1.0 else verdict.rho(actual, true, bound + getattr(truth.lost(None), name), error)
+    return found if found.value > 1.0 else verdict.rho(actual, true, bound + getattr(truth.lost(), name), error)
 
 
 def elements(actual: Tensor, name: TensorName, truth: Exact) -> Elements:

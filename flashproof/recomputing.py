@@ -130,8 +130,7 @@ class _Truth:
     def of_chance(self) -> tuple[Tensor, ...]:
         """The probabilistic bounds: without the small terms that sums may lose, and with them."""
         bound = self.of(self.truth.statistical)
-        groups = 1 if self.name in ("dk", "dv") else self.truth.answer.out.shape[1] // self.truth.answer.dk.shape[1]
-        return bound, bound + self.of(self.truth.lost((self.index[0], self.index[1] // groups)))
+        return bound, bound + self.truth.lost_at(self.name, self.index)
 
 
 def _faults(judgement: Judgement, worst: Element, truth: _Truth, dtype: torch.dtype) -> Iterator[str]:

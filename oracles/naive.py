@@ -149,6 +149,20 @@ def row_blocks(problem: Problem, block_scores: int | None = None) -> Iterator[Ro
             yield _rows(problem, of_heads, of_kv_heads, slice(start, stop), key[:, :seen], value[:, :seen], value_max)
 
 
+def rows_of(problem: Problem, batch: int, heads: int | slice, of_head: slice) -> Rows:
+    """Some rows of one query head, or of all query heads of a key head."""
+    count = problem.query.shape[1]
+    heads = slice(heads, heads + 1) if isinstance(heads, int) else heads
+    of_heads = slice(batch * count + heads.start, batch * count + heads.stop)
+    kv_head = of_heads.start // problem.groups
+    key, value = (
+        tensor.flatten(0, 1)[kv_head : kv_head + 1].to(torch.float64) for tensor in (problem.key, problem.value)
+    )
+    seen, value_max = problem.mask.last_seen(of_head.stop), value.abs().amax(dim=1, keepdim=True)
+    of_kv_heads = slice(kv_head, kv_head + 1)
+    return _rows(problem, of_heads, of_kv_heads, of_head, key[:, :seen], value[:, :seen], value_max)
+
+
 def heads_of(problem: Problem) -> Iterator[tuple[int, int]]:
     """Every pair of a batch entry and a query head."""
     batches, heads = problem.query.shape[:2]

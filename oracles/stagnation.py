@@ -17,8 +17,8 @@ These errors are far inside the deterministic bound, but may exceed the probabil
 the probabilistic bound.
 
 The amounts take some passes over all scores for each column of the head dim. Only a result outside the probabilistic
-bound and inside the deterministic one needs them. A wrong kernel has many such results, so `lost` can be asked about
-one head: if the result is outside both bounds there, the other heads do not matter.
+bound and inside the deterministic one needs them. A wrong kernel has many such results. So `lost_at` computes the
+amount of the worst element alone: if that element fails, the others do not matter.
 
 Source: Croci, Fasi, Higham, Mary and Mikaitis, Royal Society Open Science 9:211631, 2022 (stagnation); Higham and Mary,
 SIAM J. Sci. Comput. 41(5), 2019 (the assumptions of the probabilistic bound).
@@ -35,49 +35,91 @@ from flashproof.oracles.naive import Attention, Rows
 from flashproof.oracles.problem import Problem
 
 U = bounds.output_roundoff(torch.float32)
-# The grid becomes coarser as the running sum grows. These are its last steps, as shares of the sum of the absolute
-# values of all terms. While the grid is finer, few terms are added, and the probabilistic bound holds their roundings.
-STEPS = tuple(2.0 * U * 2.0**-halved for halved in range(4))
+# The grid becomes coarser as the running sum grows. This is its last step, as a share of the sum of the absolute values
+# of all terms, and the number of coarser grids before it: each has half the step of the next. While the grid is finer,
+# few terms are added, and the probabilistic bound holds their roundings.
+STEP, HALVINGS = 2.0 * U, 3
 
 
-def lost(problem: Problem, *, backward: bool = True, of: tuple[int, int] | None = None) -> Attention:
+def lost(problem: Problem, *, backward: bool = True) -> Attention:
     """The most that each element may lose, in float64, to first order.
 
-    backward: whether to compute it for the gradients too. Otherwise theirs are 0. of: a batch entry and a key head.
-    Then the amounts are computed only for this head and its query heads, and are 0 elsewhere.
+    backward: whether to compute it for the gradients too. Otherwise theirs are 0.
     """
     found = naive.empty_answer(problem)
     whole_heads = problem.groups * problem.query.shape[2] * problem.key.shape[2]
     for rows in naive.row_blocks(problem, whole_heads):
-        if of is None or rows.kv_heads.start == of[0] * problem.key.shape[1] + of[1]:
-            _add(found, rows, backward=backward)
+        _add(found, rows, backward=backward)
     return found
+
+
+def lost_at(problem: Problem, name: str, index: tuple[int, ...]) -> float:
+    """The most that one element of a tensor may lose: the same number as in `lost`, up to roundings of float64.
+
+    Of `out`, `lse` and `dq`, only the row of the element is computed. Of `dk` and `dv`, all rows that see the key.
+    """
+    batch, head, place = index[:3]
+    if name not in ("dk", "dv"):
+        found = naive.empty_answer(problem)
+        _add(found, naive.rows_of(problem, batch, head, slice(place, place + 1)), backward=name == "dq")
+        return float(getattr(found, name)[index])
+    first = head * problem.groups
+    rows = naive.rows_of(problem, batch, slice(first, first + problem.groups), slice(0, problem.query.shape[2]))
+    if place >= rows.key.shape[1]:
+        return 0.0  # no row sees the key
+    of_sum = _of_sum(rows)
+    moved = _moved(rows, of_sum) if name == "dk" else None
+    terms, off, of_rows, factor = _sums_of_keys(rows, of_sum, moved)
+    own = off[..., [place]].mT @ of_rows.abs() + _of_product(terms[..., [place]].mT, of_rows, rows.groups)
+    return factor * float(own[0, 0, index[3]])
 
 
 def _add(found: Attention, rows: Rows, *, backward: bool) -> None:
     """Adds what the sums of some heads lose. The rows are all rows of these heads."""
-    dropped = rows.dropped_weights
-    # The sum of the weights loses `of_sum`. The LSE and every weight are off by this share.
-    of_sum = _of_terms(rows.weights, rows.weights.sum(dim=-1))[..., None]
-    out = _of_product(dropped, rows.value) + of_sum * rows.out.abs()
-    rows.write(found.out, out)
+    of_sum = _of_sum(rows)
+    rows.write(found.out, _of_out(rows, of_sum))
     rows.write(found.lse, of_sum)
     if not backward:
         return
-    slopes, dout = rows.slopes(), rows.dout.abs()
-    weighted = rows.weights * slopes.dweights
-    mass = weighted.abs().sum(dim=-1)
-    # A kernel sums delta over the head dim of its output, or over the keys.
-    of_keys = (_of_terms(weighted, mass) + of_sum[..., 0] * mass)[..., None]
-    delta = torch.maximum((dout * out).sum(dim=-1, keepdim=True), of_keys)
-    dscores, scale = slopes.dscores, abs(rows.scale)
-    moved = of_sum * dscores.abs() + rows.weights * delta
-    rows.write(found.dq, scale * (_of_product(dscores, rows.key) + moved @ rows.key.abs()))
-    sums = ((found.dk, scale, dscores, moved, rows.query), (found.dv, 1.0, dropped, of_sum * dropped, rows.dout))
-    for whole, factor, terms, off, of_rows in sums:
+    dscores, moved = rows.slopes().dscores, _moved(rows, of_sum)
+    rows.write(found.dq, abs(rows.scale) * (_of_product(dscores, rows.key) + moved @ rows.key.abs()))
+    for whole, error in ((found.dk, moved), (found.dv, None)):
+        terms, off, of_rows, factor = _sums_of_keys(rows, of_sum, error)
         rows.add(whole, off, of_rows.abs(), factor)
         mine = whole.flatten(0, 1)[rows.kv_heads, : terms.shape[-1]]
         mine.add_(_of_product(terms.mT, of_rows, rows.groups), alpha=factor)
+
+
+def _of_sum(rows: Rows) -> Float[Tensor, "kv_heads rows 1"]:
+    """What the sum of the weights may lose. The LSE and every weight are off by this share."""
+    return _of_terms(rows.weights, rows.weights.sum(dim=-1))[..., None]
+
+
+def _of_out(rows: Rows, of_sum: Tensor) -> Float[Tensor, "kv_heads rows dim"]:
+    return _of_product(rows.dropped_weights, rows.value) + of_sum * rows.out.abs()
+
+
+def _moved(rows: Rows, of_sum: Tensor) -> Float[Tensor, "kv_heads rows keys"]:
+    """The errors of dS that follow from the losses of the weights and of delta.
+
+    A kernel sums delta over the head dim of its output, or over the keys.
+    """
+    slopes = rows.slopes()
+    weighted = rows.weights * slopes.dweights
+    mass = weighted.abs().sum(dim=-1)
+    of_keys = (_of_terms(weighted, mass) + of_sum[..., 0] * mass)[..., None]
+    of_dims = (rows.dout.abs() * _of_out(rows, of_sum)).sum(dim=-1, keepdim=True)
+    return of_sum * slopes.dscores.abs() + rows.weights * torch.maximum(of_dims, of_keys)
+
+
+def _sums_of_keys(rows: Rows, of_sum: Tensor, moved: Tensor | None) -> tuple[Tensor, Tensor, Tensor, float]:
+    """A sum over the rows: its terms, their errors, what they are multiplied by, and a factor.
+
+    It is dk if the errors of dS are given, and dv otherwise.
+    """
+    if moved is not None:
+        return rows.slopes().dscores, moved, rows.query, abs(rows.scale)
+    return rows.dropped_weights, of_sum * rows.dropped_weights, rows.dout, 1.0
 
 
 def _of_terms(
@@ -93,13 +135,14 @@ def _of_terms(
     of_small = torch.where(is_large, 0.0, size).sum(dim=-1)
     by_chance = bounds.LAMBDA * is_large.sum(dim=-1).sqrt()
     of_equal = torch.zeros_like(total)
-    for relative in STEPS:
-        step = relative * total
-        angles = 2.0 * math.pi * (terms / step[..., None])
-        # A step that float64 cannot hold is far below the smallest float32 number, and loses nothing.
-        counts = is_large & angles.isfinite()
-        points = torch.where(counts, torch.polar(torch.ones_like(angles), angles), 0.0)
+    angles = 2.0 * math.pi * (terms / (STEP * total)[..., None])
+    # A step that float64 cannot hold is far below the smallest float32 number, and loses nothing.
+    counts = is_large & (angles * 2.0**HALVINGS).isfinite()
+    points = torch.where(counts, torch.polar(torch.ones_like(angles), angles), 0.0)
+    for halved in range(HALVINGS + 1):
+        points = points.square() if halved else points  # half a step doubles the angles
         lengths = points.reshape(*total.shape, parts, -1).sum(dim=-1).abs()
+        step = STEP * 2.0**-halved * total
         of_equal = torch.maximum(of_equal, step / 2.0 * (lengths.sum(dim=-1) - by_chance))
     return of_small + of_equal
 
