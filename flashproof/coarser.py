@@ -1,4 +1,7 @@
-"""Finds the coarser arithmetic whose errors a wrong answer has: TF32, products in 16 bit, or running sums in 16 bit.
+"""Finds the coarser arithmetic whose errors a wrong answer has.
+
+It may be TF32, products in 16 bit, weights that are rounded, running sums in 16 bit, or gradients of each query head
+that are rounded before they are summed.
 
 The attention of one key head is computed in the coarser arithmetic, forward and backward. Most of its errors are those
 of the wrong answer if the kernel does the same. An error of another origin is not explained by chance: the computed
@@ -65,9 +68,15 @@ def _explains(got: Tensor, computed: Tensor, exact: Tensor) -> bool:
 
 def _answers(problem: Problem, *, backward: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """The answers of coarser arithmetics, with their names."""
+    dtype = problem.query.dtype
+    if backward and problem.query.shape[1] > 1 and dtype != torch.float32:
+        words = f"gradients of each query head that are rounded to {_name(dtype)} before they are summed"
+        computed = _computed(problem, _EXACT, Tensor.contiguous, backward=True, by_heads=True)
+        yield f"{words}, which the claim gradients='heads' allows", computed
     for words, product in _products(problem):
         yield words, _computed(problem, product, backward=backward)
-    dtype = problem.query.dtype
+    for words, rounding in _roundings_of_weights(problem):
+        yield f"weights that are rounded to {words}", _computed(problem, _EXACT, rounding, backward=backward)
     if dtype == torch.float32:
         return
     for size in TILES:
@@ -84,31 +93,58 @@ def _products(problem: Problem) -> Iterator[tuple[str, Product]]:
         for words, rounding in (
             ("TF32", _to_tf32),
             ("TF32, which truncates its operands", _truncated_to_tf32),
-            ("float16", lambda tensor: tensor.half().float()),
-            ("bfloat16", lambda tensor: tensor.bfloat16().float()),
+            ("float16", _to_float16),
+            ("bfloat16", _to_bfloat16),
         ):
             yield f"products in {words}", _rounded(rounding)
         return
     yield f"products that are rounded to {_name(dtype)}", torch.matmul
 
 
+def _roundings_of_weights(problem: Problem) -> Iterator[tuple[str, Rounding]]:
+    """The roundings of weights that are coarser than those to the dtype of the problem, with their names."""
+    if problem.query.dtype == torch.float32:
+        yield "float16 or TF32", _to_tf32  # most weights have the same value in both
+    if problem.query.dtype != torch.bfloat16:
+        yield "bfloat16", _to_bfloat16
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _computed(problem: Problem, product: Product, *, backward: bool) -> dict[str, Tensor]:
-    """The answer to a problem with one product in place of all, in the dtype of the problem."""
+def _computed(
+    problem: Problem,
+    product: Product,
+    rounding: Rounding | None = None,
+    *,
+    backward: bool,
+    by_heads: bool = False,
+) -> dict[str, Tensor]:
+    """The answer to a problem with one product in place of all.
+
+    rounding: of the weights. Then float32 holds all else. Otherwise the dtype of the problem does. by_heads: whether
+    each query head has a copy of the keys and values in the dtype of the problem, so that its gradients are rounded.
+    """
     with torch.inference_mode(False), torch.enable_grad():  # a caller may have turned gradients off
         leaves = [
             tensor.detach().clone().requires_grad_(backward) for tensor in (problem.query, problem.key, problem.value)
         ]
-        query, key, value = leaves
+        heads = problem.query.shape[1] if by_heads else 1
+        query, key, value = (tensor.expand(-1, max(heads, tensor.shape[1]), -1, -1) for tensor in leaves)
+        if rounding:
+            query, key, value = query.float(), key.float(), value.float()
         visible = _visible(problem)
         scores = (product(query, key.mT.expand(-1, query.shape[1], -1, -1)) * problem.scale).masked_fill(
             ~visible, -math.inf
         )
         weights = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)
-        out = product(weights, value.expand(-1, query.shape[1], -1, -1))
+        if rounding and backward:  # as PyTorch does, the backward rounds the gradient of the rounded weights
+            weights = rounding(weights.detach()) + (weights - weights.detach())
+            weights.register_hook(rounding)  # type: ignore[no-untyped-call]
+        elif rounding:
+            weights = rounding(weights)
+        out = product(weights, value.expand(-1, query.shape[1], -1, -1)).to(problem.query.dtype)
         if not backward:
             return {"out": out}
         gradients = torch.autograd.grad(out, leaves, problem.dout.to(out.dtype))
@@ -190,6 +226,17 @@ def _rounded(rounding: Rounding) -> Product:
 
     product: Product = Multiplied.apply
     return product
+
+
+_EXACT = _rounded(lambda tensor: tensor)
+
+
+def _to_float16(tensor: Tensor) -> Tensor:
+    return tensor.half().float()
+
+
+def _to_bfloat16(tensor: Tensor) -> Tensor:
+    return tensor.bfloat16().float()
 
 
 def _to_tf32(tensor: Tensor) -> Tensor:

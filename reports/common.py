@@ -50,9 +50,9 @@ class Shared:
     def __str__(self) -> str:
         (failing, failed), (passing, passed) = self.failing, self.passing
         who = f"All {failed:,}" if failing == failed else f"{failing:,} of {failed:,}"
-        that, alone = ("them", "these alone do") if " and " in self.words else ("that", "this alone does")
+        that = "them" if " and " in self.words else "that"
         others = (
-            f"{passing:,} of {passed:,} passing cases have {that}, too, so {alone} not make a case fail"
+            f"{passing:,} of {passed:,} passing cases have {that}, too: there the error may be inside its bound"
             if passing
             else f"no passing case has {that}"
         )
@@ -82,11 +82,32 @@ def shared(judgements: Sequence[Judgement]) -> Shared | None:
     left, others = (_all_held(cases, chosen) for cases in (failing, passing))
     counts = (len(left), len(failing)), (len(others), len(passing))
     held = set(left)
-    words = wording.listed(words for words, _ in chosen)
+    rests = [[other for other in chosen if other is not one] for one in chosen]
+    words = wording.listed(
+        one.words + _next_size(one, rest, failing, passing) for one, rest in zip(chosen, rests, strict=True)
+    )
     return Shared(words, *counts, frozenset(line for line, case in lines.items() if case in held))
 
 
-Property = tuple[str, Holds]  # in words, and whether a case has it
+@dataclass(frozen=True)
+class Property:
+    """A property of cases, in words. size, least, most: those of a property that is a range of sizes."""
+
+    words: str
+    holds: Holds
+    size: Callable[[Case], int] | None = None
+    least: float = 1
+    most: float = math.inf
+
+
+def _next_size(one: Property, rest: Sequence[Property], failing: Sequence[Case], passing: Sequence[Case]) -> str:
+    """The next size outside a range, in words, if cases with the other properties were run in it, and all passed."""
+    if not one.size or not all(map(one.holds, failing)):
+        return ""
+    outside = [one.size(case) for case in _all_held(passing, rest) if not one.holds(case)]
+    if not outside:
+        return ""
+    return f" ({max(outside) if one.least > 1 else min(outside):,} passes)"
 
 
 def _chosen(candidates: Sequence[Property], failing: Sequence[Case], passing: Sequence[Case]) -> list[Property]:
@@ -94,16 +115,16 @@ def _chosen(candidates: Sequence[Property], failing: Sequence[Case], passing: Se
     chosen: list[Property] = []
     left, others = failing, passing
     while others and len(chosen) < MOST:
-        fitting = [one for one in candidates if _held(left, one[1]) >= HELD * len(failing)]
-        best = max(fitting, key=lambda one: _worth(left, others, one[1]), default=None)
+        fitting = [one for one in candidates if _held(left, one.holds) >= HELD * len(failing)]
+        best = max(fitting, key=lambda one: _worth(left, others, one.holds), default=None)
         least = FURTHER if chosen else FIRST
-        if best is None or _held(others, best[1]) > (1.0 - EXCLUDED) * len(others):
+        if best is None or _held(others, best.holds) > (1.0 - EXCLUDED) * len(others):
             break
-        lost = [len(cases) - _held(cases, best[1]) for cases in (left, others)]
-        if _evidence(left, others, best[1]) < least or lost[1] < MORE * lost[0]:
+        lost = [len(cases) - _held(cases, best.holds) for cases in (left, others)]
+        if _evidence(left, others, best.holds) < least or lost[1] < MORE * lost[0]:
             break
         chosen.append(best)
-        left, others = ([case for case in cases if best[1](case)] for cases in (left, others))
+        left, others = ([case for case in cases if best.holds(case)] for cases in (left, others))
     return chosen
 
 
@@ -114,13 +135,13 @@ def _needed(chosen: list[Property], failing: Sequence[Case], passing: Sequence[C
     """
     for one in reversed(chosen):
         rest = [other for other in chosen if other is not one]
-        if rest and _evidence(_all_held(failing, rest), _all_held(passing, rest), one[1]) < FURTHER:
+        if rest and _evidence(_all_held(failing, rest), _all_held(passing, rest), one.holds) < FURTHER:
             return _needed(rest, failing, passing)
     return chosen
 
 
 def _all_held(cases: Sequence[Case], properties: Sequence[Property]) -> list[Case]:
-    return [case for case in cases if all(holds(case) for _, holds in properties)]
+    return [case for case in cases if all(one.holds(case) for one in properties)]
 
 
 def _evidence(failing: Sequence[Case], passing: Sequence[Case], holds: Holds) -> float:
@@ -164,32 +185,39 @@ def _worth(failing: Sequence[Case], passing: Sequence[Case], holds: Holds) -> fl
     return 2.0 * _held(failing, holds) / len(failing) - _held(passing, holds) / len(passing)
 
 
-def _candidates(failing: Sequence[Case]) -> Iterator[tuple[str, Holds]]:
-    """Properties that most of these cases have, each with its words."""
+def _candidates(failing: Sequence[Case]) -> Iterator[Property]:
+    """Properties that most of these cases have."""
     for words, size in SIZES.items():
         sizes = sorted(map(size, failing))
         few = int((1.0 - HELD) * len(sizes))
         for least in {sizes[0], sizes[few]}:
-            yield words.format(f"at least {least:,}"), _is_within(size, least, math.inf)
+            yield _range(words.format(f"at least {least:,}"), size, least, math.inf)
         for most in {sizes[-1], sizes[-1 - few]}:
-            yield words.format(f"at most {most:,}"), _is_within(size, 1, most)
+            yield _range(words.format(f"at most {most:,}"), size, 1, most)
     for multiple in (8, 16, 64):
-        yield f"a head dim that is no multiple of {multiple}", _is_no_multiple(multiple)
-    yield "as many keys as queries", lambda case: case.keys == case.queries
-    yield "another number of keys than of queries", lambda case: case.keys != case.queries
+        yield Property(f"a head dim that is no multiple of {multiple}", _is_no_multiple(multiple))
+    yield Property("as many keys as queries", lambda case: case.keys == case.queries)
+    yield Property("another number of keys than of queries", lambda case: case.keys != case.queries)
     for factor in FACTORS:
         if factor.name in _BY_SIZE:
             continue
         found = {_levels(case)[factor.name] for case in failing}
         for level in sorted(found):
-            yield f"{factor.name} {level}", _has(factor.name, {level})
-        others = {*factor.levels, "another"} - {plain := PLAIN[factor.name]}
-        if len(found) > 1:
-            yield f"{factor.name} other than {plain}", _has(factor.name, others)
+            yield Property(f"{factor.name} {level}", _has(factor.name, {level}))
+        if len(found) < 2:  # noqa: PLR2004
+            continue
+        every = {*factor.levels, "another"}
+        others = factor.levels if factor.name == "dtype" else [PLAIN[factor.name]]
+        for other in others:
+            rest = every - {other}
+            listed = wording.listed((level for level in factor.levels if level in found - {other}), "or")
+            is_listed = factor.name == "dtype"  # "float32 or float16" says more than "other than bfloat16"
+            words = f"{factor.name} {listed}" if is_listed else f"{factor.name} other than {other}"
+            yield Property(words, _has(factor.name, rest))
 
 
-def _is_within(size: Callable[[Case], int], least: float, most: float) -> Holds:
-    return lambda case: least <= size(case) <= most
+def _range(words: str, size: Callable[[Case], int], least: float, most: float) -> Property:
+    return Property(words, lambda case: least <= size(case) <= most, size, least, most)
 
 
 def _is_no_multiple(number: int) -> Holds:

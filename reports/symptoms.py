@@ -22,6 +22,8 @@ COARSER = {8: "bfloat16", 11: "float16 or TF32"}
 SHORT = 3  # bits by which the length of an axis exceeds that of a stretch, on average
 MOST = 0.7  # the share of the failing judgements whose worst element lies in a stretch that is named
 ALIKE = 0.9  # the share of the failing judgements in which a tensor is too large by about the same factor
+SAME = 4.0  # times the smallest median: errors of several dtypes up to this are alike. Units of roundings differ more
+RARE = 0.02  # the share of all failures that a dtype may have which counts as right
 AXES = (("key", ("dk", "dv"), 2), ("query", ("out", "lse", "dq"), 2), ("dim", ("out", "dq", "dk", "dv"), 3))
 
 
@@ -41,7 +43,7 @@ def symptoms(judgements: Sequence[Judgement]) -> list[Symptom]:
         *_starts(failed),
         *_stretches(failed),
         *_factors(failed),
-        *_sizes(failed),
+        *_sizes(judgements, failed),
     ]
 
 
@@ -95,6 +97,7 @@ def _few_bits(failed: Sequence[Judgement]) -> Iterator[Symptom]:
 
 def _factors(failed: Sequence[Judgement]) -> Iterator[Symptom]:
     """Tensors that are too large or too small by about the same share at their worst elements."""
+    found: defaultdict[tuple[str, str], list[tuple[str, int, int]]] = defaultdict(list)
     for tensor, dtype, own in _groups(failed):
         off = [
             float(one.worst.got) / float(one.worst.exact) - 1.0
@@ -108,10 +111,13 @@ def _factors(failed: Sequence[Judgement]) -> Iterator[Symptom]:
         if abs(usual) < 2.0 ** (2 - BITS.get(dtype, 24)) or alike < ALIKE * len(own):
             continue
         words = f"about {_percent(abs(usual))} too {'large' if usual > 0 else 'small'}"
-        name = wording.TITLES[tensor]
+        found[wording.TITLES[tensor], words].append((dtype, alike, len(own)))
+    for (name, words), parts in found.items():
+        dtypes = wording.listed(dtype for dtype, *_ in parts)
+        alike, every = sum(part[1] for part in parts), sum(part[2] for part in parts)
         yield Symptom(
-            f"{name} in {dtype} is {words} at its worst elements",
-            f"the worst element of {name} in {dtype} is {words} in {alike:,} of {len(own):,} failing judgements",
+            f"{name} in {dtypes} is {words} at its worst elements",
+            f"the worst element of {name} in {dtypes} is {words} in {alike:,} of {every:,} failing judgements",
         )
 
 
@@ -119,20 +125,44 @@ def _percent(share: float) -> str:
     return f"{wording.number(100.0 * share, 1)} %"
 
 
-def _sizes(failed: Sequence[Judgement]) -> Iterator[Symptom]:
+def _sizes(judgements: Sequence[Judgement], failed: Sequence[Judgement]) -> Iterator[Symptom]:
     """How large the errors are, beside the largest number of their tensor."""
-    told: defaultdict[str, list[str]] = defaultdict(list)
+    usual: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for tensor, dtype, own in _groups(failed):
         # A unit in the last place is between one and two times 2^-bits of a number.
         shares = [1.5 * size(one.ulps) * 2.0 ** -BITS[dtype] for one in own if one.ulps is not None and dtype in BITS]
-        if len(shares) >= FEWEST and (usual := median(shares)) < math.inf:
-            rhos = [size(worst_rho(one)) for one in own if not is_nearly_zero(one)]
-            times = f" ({wording.times(median(rhos))} times)" if rhos and 1.0 < median(rhos) < math.inf else ""
-            told[dtype].append(f"{wording.TITLES[tensor]} {_percent(usual)}{times}")
-    if told:
-        parts = [f"in {dtype} {', '.join(each)}" for dtype, each in told.items()]
-        about = "typical errors of the failing tensors (medians), as shares of the largest number of the tensor"
-        yield Symptom("", f"{about}, and in times of what is allowed: {'; '.join(parts)}")
+        if len(shares) >= FEWEST and (middle := median(shares)) < math.inf:
+            usual[tensor][dtype] = middle
+    if not usual:
+        return
+    about = "typical errors of the failing tensors (medians), as shares of the largest number of the tensor"
+    dtypes = sorted({dtype for each in usual.values() for dtype in each}, key=dtype_order)
+    if len(dtypes) > 1 and all(max(each.values()) <= SAME * min(each.values()) for each in usual.values()):
+        told = [f"{wording.TITLES[tensor]} {_percent(median(each.values()))}" for tensor, each in usual.items()]
+        said = f"in {wording.listed(dtypes)} alike, so they are no roundings to these dtypes"
+        coarser = _holding(judgements, failed, dtypes)
+        unit = 2.0 ** -BITS[coarser] if coarser else 0.0
+        if all(unit / 16.0 <= share <= unit for each in usual.values() for share in each.values()):
+            short = f"errors of the size of roundings to {coarser}"
+            yield Symptom(short, f"{about}: {', '.join(told)}; {said}. Roundings to {coarser} have this size")
+        else:
+            yield Symptom("", f"{about}: {', '.join(told)}; {said}")
+        return
+    parts = [
+        f"in {dtype} "
+        + ", ".join(f"{wording.TITLES[name]} {_percent(each[dtype])}" for name, each in usual.items() if dtype in each)
+        for dtype in dtypes
+    ]
+    yield Symptom("", f"{about}: {'; '.join(parts)}")
+
+
+def _holding(judgements: Sequence[Judgement], failed: Sequence[Judgement], dtypes: Sequence[str]) -> str:
+    """A dtype with fewer bits than these, in which nearly all judgements pass. Empty if there is none."""
+    for dtype in BITS:
+        wrong, every = (sum(one.dtype == dtype for one in each) for each in (failed, judgements))
+        if BITS[dtype] < min(BITS[other] for other in dtypes) and every and wrong <= RARE * len(failed):
+            return dtype
+    return ""
 
 
 # ----------------------------------------------------------------------------------------------- where they are wrong

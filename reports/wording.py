@@ -228,10 +228,10 @@ def short_name(name: str) -> str:
     return f"{file}{colon}{attribute}" if file.endswith(".py") else attribute or name
 
 
-def listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str], last: str = "and") -> str:
     """Names as a list in a sentence: "a, b and c"."""
     every = list(names)
-    return " and ".join(filter(None, [", ".join(every[:-1]), *every[-1:]]))
+    return f" {last} ".join(filter(None, [", ".join(every[:-1]), *every[-1:]]))
 
 
 def leans(judgement: Judgement) -> bool:

@@ -274,6 +274,23 @@ def in_bfloat16(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return SDPA(query.bfloat16().float(), key.bfloat16().float(), value.bfloat16().float())
 
 
+def weights_in(dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Returns a kernel that rounds its weights to a dtype, and computes all else in float32."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        weights = torch.softmax(query.float() @ key.float().mT / math.sqrt(query.shape[-1]), dim=-1)
+        return (weights.to(dtype).float() @ value.float()).to(query.dtype)
+
+    return attention
+
+
+def repeating(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Repeats the keys and values for each query head before it computes in float32."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return SDPA(query.float(), key.float(), value.float()).to(query.dtype)
+
+
 def shifted(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Has errors as large as those of TF32, of another origin."""
     return SDPA(query, key, value) + 2.0**-12 * SDPA(query, key, value).abs()
@@ -288,6 +305,9 @@ def shifted(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         (in_the_dtype, "float16", "out has the errors of products that are rounded to float16"),
         (in_tiles, "bfloat16", "out has the errors of running sums that are rounded to bfloat16 after each tile of 32"),
         (in_tiles, "float16", "out has the errors of running sums that are rounded to float16 after each tile of 32"),
+        (weights_in(torch.bfloat16), "float32", "out has the errors of weights that are rounded to bfloat16"),
+        (weights_in(torch.float16), "float32", "out has the errors of weights that are rounded to float16 or TF32"),
+        (weights_in(torch.bfloat16), "float16", "out has the errors of weights that are rounded to bfloat16"),
         (shifted, "float32", ""),
     ],
 )
@@ -299,6 +319,23 @@ def test_a_coarser_arithmetic_is_told_by_its_errors(kernel: Callable[..., Tensor
     judged = [judging.judge_tensor(answer["out"], "out", truth)]
     assert not judged[0].passed
     assert questions.answered(given.problem(case), answer, judged, truth, claim) == words
+
+
+def test_gradients_of_heads_that_are_rounded_are_told_by_their_errors() -> None:
+    """The answer is right by another claim, and the words name it."""
+    case = Case.parse("b1 h32/1 q64 k64 d64 float16 full normal v.small do.small")
+    given, claim = inputs(case), arithmetic_of_callables("float16", "cpu")
+    truth = judging.exact(case, claim, "cpu")
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (given.query, given.key, given.value)]
+    gradients = torch.autograd.grad(repeating(*leaves), leaves, given.dout)
+    answer: dict[Any, Tensor] = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    judged = [judging.judge_tensor(answer[name], name, truth) for name in answer]
+    assert [one.passed for one in judged] == [True, True, False]
+    words = questions.answered(given.problem(case), answer, judged, truth, claim)
+    assert words == (
+        "dv has the errors of gradients of each query head that are rounded to float16 before they are summed, which "
+        "the claim gradients='heads' allows"
+    )
 
 
 @pytest.mark.parametrize("parts", [False, True])

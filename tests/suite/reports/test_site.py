@@ -279,7 +279,7 @@ def test_the_overview_says_that_columns_fail_for_one_cause(tmp_path: Path) -> No
     failed = [judgement(status="failed", check=check, case=case, rho=9.0) for check in checks for case in wide]
     passed = [judgement(case=f"b1 h1 q{n} k{n} d64 float32 full normal seed0") for n in range(200, 210)]
     words = pages(small_site(tmp_path / "cases", *failed, *passed))["index.html"].words
-    assert "All 4 failing cases have a head dim of at least 256; no passing case has that." in words
+    assert "All 4 failing cases have a head dim of at least 256 (64 passes); no passing case has that." in words
     assert "The columns out, masks and calls fail in these cases, so one fault may explain them." in words
 
 

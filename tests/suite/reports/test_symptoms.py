@@ -118,12 +118,42 @@ def test_a_tensor_that_is_too_large_is_named() -> None:
     assert texts([off(0.03 * (-1) ** i, i) for i in range(9)]) == []
 
 
+def test_one_factor_of_several_dtypes_is_one_sentence() -> None:
+    wrong = [
+        failed(i, dtype=dtype, exact=1.0, got=0.5, error=0.5) for i in range(9) for dtype in ("float16", "float32")
+    ]
+    (text,) = texts(wrong)
+    assert text == (
+        "the worst element of out in float32 and float16 is about 50 % too small in 18 of 18 failing judgements"
+    )
+
+
 def test_typical_errors_are_told_as_shares_of_the_largest_number() -> None:
     wrong = [failed(i, ulps=2.0**20 if i < 8 else 1e30) for i in range(9)]
     (text,) = texts(wrong)
-    assert text.endswith(
-        "of the largest number of the tensor, and in times of what is allowed: in float32 out 9 % (9.0 times)"
-    )
+    assert text.endswith("of the largest number of the tensor: in float32 out 9 %")
+    larger = [failed(i, ulps=2.0**10, dtype="float16") for i in range(9)]
+    (text,) = texts([*wrong, *larger])
+    assert text.endswith(": in float32 out 9 %; in float16 out 75 %")
+
+
+def test_errors_of_one_size_in_several_dtypes_are_no_roundings_to_them() -> None:
+    """If another dtype is right, and the errors have the size of its roundings, it is named."""
+
+    def off(dtype: str, share: float, count: int = 9) -> list[Judgement]:
+        return [failed(i, ulps=share * 2.0 ** symptoms.BITS[dtype] / 1.5, dtype=dtype) for i in range(count)]
+
+    (found,) = symptoms.symptoms([*off("float32", 0.002), *off("float16", 0.003)])
+    assert found.short == ""
+    assert found.text.endswith(": out 0.2 %; in float32 and float16 alike, so they are no roundings to these dtypes")
+    right = [judgement(dtype="bfloat16") for _ in range(9)]
+    (found,) = symptoms.symptoms([*off("float32", 0.002), *off("float16", 0.003), *right])
+    assert found.short == "errors of the size of roundings to bfloat16"
+    (found,) = symptoms.symptoms([*off("float32", 0.02), *off("float16", 0.03), *right])
+    assert found.short == ""
+    wrong = off("bfloat16", 0.002, 4)
+    (found,) = symptoms.symptoms([*off("float32", 0.002), *off("float16", 0.003), *right, *wrong])
+    assert found.short == ""
 
 
 def test_symptoms_are_in_the_headline_on_the_page_and_in_the_terminal(tmp_path: Path) -> None:
