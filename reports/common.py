@@ -204,7 +204,7 @@ def _candidates(failing: Sequence[Case]) -> Iterator[Property]:
         found = {_levels(case)[factor.name] for case in failing}
         for level in sorted(found):
             yield Property(f"{factor.name} {level}", _has(factor.name, {level}))
-        if len(found) < 2:  # noqa: PLR2004
+        if len(found) < 2:
             continue
         every = {*factor.levels, "another"}
         others = factor.levels if factor.name == "dtype" else [PLAIN[factor.name]]

@@ -12,7 +12,7 @@ from statistics import median
 from typing import NamedTuple
 
 from flashproof.reports import wording
-from flashproof.reports.evidence import TENSORS, dtype_order, is_nearly_zero, size, worst_rho
+from flashproof.reports.evidence import TENSORS, dtype_order, is_nearly_zero, size
 from flashproof.reports.record import Grid, Judgement
 
 FEWEST = 5  # failing judgements that a sentence describes
@@ -158,9 +158,9 @@ def _sizes(judgements: Sequence[Judgement], failed: Sequence[Judgement]) -> Iter
 
 def _holding(judgements: Sequence[Judgement], failed: Sequence[Judgement], dtypes: Sequence[str]) -> str:
     """A dtype with fewer bits than these, in which nearly all judgements pass. Empty if there is none."""
-    for dtype in BITS:
+    for dtype, own_bits in BITS.items():
         wrong, every = (sum(one.dtype == dtype for one in each) for each in (failed, judgements))
-        if BITS[dtype] < min(BITS[other] for other in dtypes) and every and wrong <= RARE * len(failed):
+        if own_bits < min(BITS[other] for other in dtypes) and every and wrong <= RARE * len(failed):
             return dtype
     return ""
 
