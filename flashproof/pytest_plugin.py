@@ -6,6 +6,7 @@ hooks and the fixtures.
 """
 
 import argparse
+import gc
 import importlib
 from collections.abc import Generator, Iterable
 from pathlib import Path
@@ -279,6 +280,7 @@ class Verification:
 
         if self.session.role == "process":
             self.session.build_arrays(session.items)
+        gc.freeze()  # modules, items and arrays live until the end, so that the garbage collector need not visit them
         return run_in_workers(self.session, session)
 
     @pytest.hookimpl(tryfirst=True)
