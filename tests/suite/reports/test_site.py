@@ -275,6 +275,7 @@ def test_the_overview_says_that_columns_fail_for_one_cause(tmp_path: Path) -> No
     site = small_site(tmp_path / "answer", *failed, judgement(check="stability/shifted", status="failed", rho=2.0))
     for page in (pages(site)["index.html"], the_page(site, "triton.fa2")):
         assert "The columns out, masks and calls show the same cause." in page.words
+        assert f"{cause[1:]}. " in page.words
     wide = [f"b1 h1 q{n} k{n} d256 float32 full normal seed0" for n in range(200, 204)]
     failed = [judgement(status="failed", check=check, case=case, rho=9.0) for check in checks for case in wide]
     passed = [judgement(case=f"b1 h1 q{n} k{n} d64 float32 full normal seed0") for n in range(200, 210)]
