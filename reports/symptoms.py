@@ -146,7 +146,7 @@ def _sizes(judgements: Sequence[Judgement], failed: Sequence[Judgement]) -> Iter
             short = f"errors of the size of roundings to {coarser}"
             yield Symptom(short, f"{about}: {', '.join(told)}; {said}. Roundings to {coarser} have this size")
         else:
-            yield Symptom("", f"{about}: {', '.join(told)}; {said}")
+            yield Symptom(f"typical errors: {', '.join(told)}, {said}", f"{about}: {', '.join(told)}; {said}")
         return
     parts = [
         f"in {dtype} "

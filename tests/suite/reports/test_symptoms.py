@@ -144,16 +144,16 @@ def test_errors_of_one_size_in_several_dtypes_are_no_roundings_to_them() -> None
         return [failed(i, ulps=share * 2.0 ** symptoms.BITS[dtype] / 1.5, dtype=dtype) for i in range(count)]
 
     (found,) = symptoms.symptoms([*off("float32", 0.002), *off("float16", 0.003)])
-    assert found.short == ""
+    assert found.short.startswith("typical errors: out 0.2 %, in float32 and float16 alike")
     assert found.text.endswith(": out 0.2 %; in float32 and float16 alike, so they are no roundings to these dtypes")
     right = [judgement(dtype="bfloat16") for _ in range(9)]
     (found,) = symptoms.symptoms([*off("float32", 0.002), *off("float16", 0.003), *right])
     assert found.short == "errors of the size of roundings to bfloat16"
     (found,) = symptoms.symptoms([*off("float32", 0.02), *off("float16", 0.03), *right])
-    assert found.short == ""
+    assert "bfloat16" not in found.text
     wrong = off("bfloat16", 0.002, 4)
     (found,) = symptoms.symptoms([*off("float32", 0.002), *off("float16", 0.003), *right, *wrong])
-    assert found.short == ""
+    assert "of the size of roundings" not in found.short
 
 
 def test_symptoms_are_in_the_headline_on_the_page_and_in_the_terminal(tmp_path: Path) -> None:
