@@ -540,8 +540,9 @@ inline const float* wide_of(const Factor& factor) {
     return wide.value.data();
 }
 
-typedef float Sixteen __attribute__((vector_size(64)));
-typedef int SixteenInts __attribute__((vector_size(64)));
+// Eight numbers fill a register of AVX2. g++ takes longer vectors apart, through memory.
+typedef float Eight __attribute__((vector_size(32)));
+typedef int EightInts __attribute__((vector_size(32)));
 
 // Sums as a tensor core of Hopper makes them. tests/suite/oracles/tensor_core.py has the same arithmetic. One step adds
 // TERMS products to a sum. It cuts them and the sum off BELOW bits below the largest exponent among them, adds what
@@ -576,40 +577,43 @@ inline float step_of(float sum, const float (*a)[16], int row, const float* b, i
     return static_cast<float>(ldexp(trunc(ldexp(added, -last)), last));
 }
 
-// The exponents of sixteen numbers, -1000 for 0. Numbers that are subnormal, infinite or NaN become odd.
-inline SixteenInts exponents_of(const Sixteen& x, SixteenInts& odd) {
-    SixteenInts bits;
+// The exponents of eight numbers, -1000 for 0. Numbers that are subnormal, infinite or NaN become odd.
+inline EightInts exponents_of(const Eight& x, EightInts& odd) {
+    EightInts bits;
     memcpy(&bits, &x, sizeof bits);
-    const SixteenInts exponent = bits >> 23 & 255;
+    const EightInts exponent = bits >> 23 & 255;
     odd |= (exponent == 255) | ((exponent == 0) & ((bits & 0x7fffffff) != 0));
     return (x == 0.0f) ? (exponent * 0 - 1000) : (exponent - 127);
 }
-inline bool any_of(const SixteenInts& x) {
-    int any = 0;
-    for (int i = 0; i < 16; ++i) any |= x[i];
-    return any;
+inline bool any_of(const EightInts& x) {
+    long long parts[4];
+    memcpy(parts, &x, sizeof parts);
+    return parts[0] | parts[1] | parts[2] | parts[3];
 }
-inline Sixteen powers_of_two(const SixteenInts& exponents) {
-    const SixteenInts bits = (127 + exponents) << 23;
-    Sixteen powers;
+inline Eight powers_of_two(const EightInts& exponents) {
+    const EightInts bits = (127 + exponents) << 23;
+    Eight powers;
     memcpy(&powers, &bits, sizeof powers);
     return powers;
 }
 
-// sums [16, n] += a [TERMS, 16 (rows)]^T b [TERMS, n]. n is a multiple of 16. `add` makes sixteen sums of one row at a
+// sums [16, n] += a [TERMS, 16 (rows)]^T b [TERMS, n]. n is a multiple of 8. `add` makes eight sums of one row at a
 // time: it gets the sums, a column of a, the right numbers and the largest exponents, which are moderate. Other sums
 // are made one by one.
 template <int TERMS, int BELOW, int KEPT, class Add>
 inline void multiply_in_steps(float* sums, const float (*a)[16], const float* b, int n, Add add) {
-    SixteenInts of_a[TERMS], odd_rows = {};
-    for (int k = 0; k < TERMS; ++k) {
-        Sixteen left;
-        memcpy(&left, a[k], sizeof left);
-        of_a[k] = exponents_of(left, odd_rows);
-    }
-    for (int column = 0; column < n; column += 16) {
-        Sixteen right[TERMS];
-        SixteenInts of_right[TERMS], odd_columns = odd_rows;
+    int of_a[TERMS][16];
+    EightInts odd_rows = {};
+    for (int k = 0; k < TERMS; ++k)
+        for (int row = 0; row < 16; row += 8) {
+            Eight left;
+            memcpy(&left, a[k] + row, sizeof left);
+            const EightInts exponents = exponents_of(left, odd_rows);
+            memcpy(of_a[k] + row, &exponents, sizeof exponents);
+        }
+    for (int column = 0; column < n; column += 8) {
+        Eight right[TERMS];
+        EightInts of_right[TERMS], odd_columns = odd_rows;
         for (int k = 0; k < TERMS; ++k) {
             memcpy(&right[k], b + k * n + column, sizeof right[k]);
             of_right[k] = exponents_of(right[k], odd_columns);
@@ -617,16 +621,16 @@ inline void multiply_in_steps(float* sums, const float (*a)[16], const float* b,
         const bool plain = !any_of(odd_columns);
         for (int row = 0; row < 16; ++row) {
             float* const to = sums + row * n + column;
-            Sixteen sum;
+            Eight sum;
             memcpy(&sum, to, sizeof sum);
-            SixteenInts odd = {}, largest = exponents_of(sum, odd);
+            EightInts odd = {}, largest = exponents_of(sum, odd);
             for (int k = 0; k < TERMS; ++k) {
-                const SixteenInts one = of_right[k] + of_a[k][row];
+                const EightInts one = of_right[k] + of_a[k][row];
                 largest = one > largest ? one : largest;
             }
             odd |= (largest > 100) | ((largest < -100) & (largest > -900));
             if (!plain || any_of(odd)) {
-                for (int i = 0; i < 16; ++i) to[i] = step_of<TERMS, BELOW, KEPT>(to[i], a, row, b + column + i, n);
+                for (int i = 0; i < 8; ++i) to[i] = step_of<TERMS, BELOW, KEPT>(to[i], a, row, b + column + i, n);
                 continue;
             }
             largest = largest < -100 ? largest * 0 - 100 : largest;
@@ -642,63 +646,74 @@ inline void multiply_e4m3(float* sums, const float (*a)[16], const float* b, int
     constexpr int TERMS = 32, BELOW = 13, KEPT = 14;
     multiply_in_steps<TERMS, BELOW, KEPT>(
         sums, a, b, n,
-        [](const Sixteen& sum, const float (*left)[16], int row, const Sixteen* right, const SixteenInts& largest) {
-            const Sixteen scale = powers_of_two(BELOW - largest);
-            SixteenInts added = __builtin_convertvector(sum * scale, SixteenInts);
+        [](const Eight& sum, const float (*left)[16], int row, const Eight* right, const EightInts& largest) {
+            const Eight scale = powers_of_two(BELOW - largest);
+            EightInts added = __builtin_convertvector(sum * scale, EightInts);
             for (int k = 0; k < TERMS; ++k)
-                added += __builtin_convertvector(left[k][row] * right[k] * scale, SixteenInts);
-            const Sixteen whole = __builtin_convertvector(added, Sixteen);
-            SixteenInts bits;
+                added += __builtin_convertvector(left[k][row] * right[k] * scale, EightInts);
+            const Eight whole = __builtin_convertvector(added, Eight);
+            EightInts bits;
             memcpy(&bits, &whole, sizeof bits);
             bits &= ~((1 << (24 - KEPT)) - 1);
-            Sixteen cut;
+            Eight cut;
             memcpy(&cut, &bits, sizeof cut);
             return cut * powers_of_two(largest - BELOW);
         });
 }
 
 #if TRUNCATES
-typedef double SixteenDoubles __attribute__((vector_size(128)));
-typedef long long SixteenLongs __attribute__((vector_size(128)));
+typedef float Four __attribute__((vector_size(16)));
+typedef int FourInts __attribute__((vector_size(16)));
+typedef double FourDoubles __attribute__((vector_size(32)));
+typedef long long FourLongs __attribute__((vector_size(32)));
 
 // sums [16, n] += a [16 (k), 16 (rows)]^T b [16 (k), n], as a tensor core adds.
 inline void multiply(float* sums, const float (*a)[16], const float* b, int n) {
     constexpr int TERMS = 16, BELOW = 25, KEPT = 24;
     multiply_in_steps<TERMS, BELOW, KEPT>(
         sums, a, b, n,
-        [](const Sixteen& sum, const float (*left)[16], int row, const Sixteen* right, const SixteenInts& largest) {
-            const Sixteen scale = powers_of_two(BELOW - largest);
-            SixteenInts first = __builtin_convertvector(sum * scale, SixteenInts), second = {};
+        [](const Eight& sum, const float (*left)[16], int row, const Eight* right, const EightInts& largest) {
+            const Eight scale = powers_of_two(BELOW - largest);
+            EightInts first = __builtin_convertvector(sum * scale, EightInts), second = {};
             for (int k = 0; k < 8; ++k) {
-                first += __builtin_convertvector(left[k][row] * right[k] * scale, SixteenInts);
-                second += __builtin_convertvector(left[k + 8][row] * right[k + 8] * scale, SixteenInts);
+                first += __builtin_convertvector(left[k][row] * right[k] * scale, EightInts);
+                second += __builtin_convertvector(left[k + 8][row] * right[k + 8] * scale, EightInts);
             }
-            SixteenDoubles added =
-                __builtin_convertvector(first, SixteenDoubles) + __builtin_convertvector(second, SixteenDoubles);
-            SixteenLongs cut;
-            memcpy(&cut, &added, sizeof cut);
-            cut &= ~((1ll << (53 - KEPT)) - 1);
-            memcpy(&added, &cut, sizeof cut);
-            const SixteenLongs unit_bits = (__builtin_convertvector(largest, SixteenLongs) + (1023 - BELOW)) << 52;
-            SixteenDoubles unit;
-            memcpy(&unit, &unit_bits, sizeof unit);
-            return __builtin_convertvector(added * unit, Sixteen);
+            Eight all;
+            for (int half = 0; half < 2; ++half) {
+                FourInts one, other, exponents;
+                memcpy(&one, reinterpret_cast<const char*>(&first) + half * sizeof one, sizeof one);
+                memcpy(&other, reinterpret_cast<const char*>(&second) + half * sizeof other, sizeof other);
+                memcpy(&exponents, reinterpret_cast<const char*>(&largest) + half * sizeof exponents, sizeof exponents);
+                const FourDoubles added =
+                    __builtin_convertvector(one, FourDoubles) + __builtin_convertvector(other, FourDoubles);
+                FourLongs cut;
+                memcpy(&cut, &added, sizeof cut);
+                cut &= ~((1ll << (53 - KEPT)) - 1);
+                const FourLongs unit_bits = (__builtin_convertvector(exponents, FourLongs) + (1023 - BELOW)) << 52;
+                FourDoubles kept, unit;
+                memcpy(&kept, &cut, sizeof kept);
+                memcpy(&unit, &unit_bits, sizeof unit);
+                const Four sums_of_half = __builtin_convertvector(kept * unit, Four);
+                memcpy(reinterpret_cast<char*>(&all) + half * sizeof sums_of_half, &sums_of_half, sizeof sums_of_half);
+            }
+            return all;
         });
 }
 #else
 // sums [16, n] += a [16 (k), 16 (rows)]^T b [16 (k), n]. Products of two 16-bit numbers are exact in float32. The sum
-// over k is computed in order. n is a multiple of 16.
+// over k is computed in order. n is a multiple of 8.
 inline void multiply(float* sums, const float (*a)[16], const float* b, int n) {
-    for (int row = 0; row < 16; row += 4) {
-        for (int column = 0; column < n; column += 16) {
-            Sixteen sum[4];
-            for (int r = 0; r < 4; ++r) memcpy(&sum[r], sums + (row + r) * n + column, sizeof(Sixteen));
+    for (int row = 0; row < 16; row += 8) {
+        for (int column = 0; column < n; column += 8) {
+            Eight sum[8];
+            for (int r = 0; r < 8; ++r) memcpy(&sum[r], sums + (row + r) * n + column, sizeof(Eight));
             for (int k = 0; k < 16; ++k) {
-                Sixteen right;
+                Eight right;
                 memcpy(&right, b + k * n + column, sizeof right);
-                for (int r = 0; r < 4; ++r) sum[r] += a[k][row + r] * right;
+                for (int r = 0; r < 8; ++r) sum[r] += a[k][row + r] * right;
             }
-            for (int r = 0; r < 4; ++r) memcpy(sums + (row + r) * n + column, &sum[r], sizeof(Sixteen));
+            for (int r = 0; r < 8; ++r) memcpy(sums + (row + r) * n + column, &sum[r], sizeof(Eight));
         }
     }
 }
