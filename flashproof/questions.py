@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from flashproof import coarser, judging
+from flashproof import coarser, judging, miscounted
 from flashproof.calling import GRADIENTS, TENSORS, TensorName
 from flashproof.impls.shapes import Bool, Int
 from flashproof.impls.spec import Alignment, Arithmetic
@@ -89,7 +89,7 @@ def answered(
             return f"{'this is' if _is_whole(met, failed, other) else _are(met)} the answer {other.words}"
     if zeros:
         return f"{_are(zeros)} 0 everywhere"
-    return _multiple(failed, truth, limit) or _coarser(problem, failed, truth)
+    return _multiple(failed, truth, limit) or _coarser(problem, failed, truth) or _miscounted(problem, failed, truth)
 
 
 def _has_no_nan(tensor: Tensor) -> bool:
@@ -301,3 +301,12 @@ def _coarser(problem: Problem, failed: Mapping[TensorName, Tensor], truth: Exact
     exact = Attention(*(_part(one, name, getattr(truth.answer, name)) for name in TENSORS))
     names, words = coarser.errors_of(one, {name: _part(one, name, tensor) for name, tensor in failed.items()}, exact)
     return f"{wording.listed(names)} {'have' if len(names) > 1 else 'has'} the errors of {words}" if names else ""
+
+
+def _miscounted(problem: Problem, failed: Mapping[TensorName, Tensor], truth: Exact) -> str:
+    """The keys or dims that count too much or too little in a wrong output, in words."""
+    if "out" not in failed:
+        return ""
+    one = _of_one_key_head(problem)
+    words = miscounted.errors_of(one, _part(one, "out", failed["out"]), _part(one, "out", truth.answer.out))
+    return f"out has the errors of {words}" if words else ""

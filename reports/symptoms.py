@@ -24,6 +24,7 @@ MOST = 0.7  # the share of the failing judgements whose worst element lies in a 
 ALIKE = 0.9  # the share of the failing judgements in which a tensor is too large by about the same factor
 SAME = 4.0  # times the smallest median: errors of several dtypes up to this are alike. Units of roundings differ more
 RARE = 0.02  # the share of all failures that a dtype may have which counts as right
+ONE_KEY = "the query sees one key"  # the note on the row of such an element
 AXES = (("key", ("dk", "dv"), 2), ("query", ("out", "lse", "dq"), 2), ("dim", ("out", "dq", "dk", "dv"), 3))
 
 
@@ -77,22 +78,37 @@ def bits(number: float) -> int:
 def _few_bits(failed: Sequence[Judgement]) -> Iterator[Symptom]:
     """Answers that have fewer bits than numbers of their dtype."""
     for tensor, dtype, own in _groups(failed):
-        got = {float(one.worst.got) for one in own if one.worst}
-        numbers = [number for number in got if math.isfinite(number) and number]
-        if dtype not in BITS or len(numbers) < FEWEST:
+        name, kind, every = wording.TITLES[tensor], _fewer(own, dtype), sum(one.worst is not None for one in own)
+        if kind:
+            yield Symptom(
+                f"the worst elements of {name} in {dtype} are {kind}",
+                f"the worst element of {name} is one of the {kind} in each of {every:,} failing judgements in {dtype}, "
+                f"whose numbers have {BITS[dtype]} bits",
+            )
             continue
-        most, full = max(map(bits, numbers)), BITS[dtype]
-        most = next((known for known in COARSER if most <= known < full), most)
-        if (full - most) * len(numbers) < SURE:
-            continue
-        name, every = wording.TITLES[tensor], sum(one.worst is not None for one in own)
-        kind = f"numbers of {COARSER[most]}" if most in COARSER else f"numbers of {most} bits"
-        yield Symptom(
-            f"the worst elements of {name} in {dtype} are {kind}",
-            f"the worst element of {name} has at most {most} significant bits in each of {every:,} failing "
-            f"judgements in {dtype}, whose numbers have {full}"
-            + (f": it is a number of {COARSER[most]}" if most in COARSER else ""),
-        )
+        alone = [one for one in own if one.worst and one.worst.note == ONE_KEY] if tensor == "out" else []
+        if kind := _fewer(alone, dtype):
+            is_cut = all(one.worst and size(one.worst.got) <= size(one.worst.exact) for one in alone)
+            how = "cut off" if is_cut else "rounded"
+            yield Symptom(
+                f"values in {dtype} are {how} to {kind}",
+                f"where a query sees one key, out is a value: its worst element is one of the {kind} in each of "
+                f"{len(alone):,} such failing judgements in {dtype}, whose numbers have {BITS[dtype]} bits"
+                + (", and never larger than the value, so that bits are cut off" if is_cut else ""),
+            )
+
+
+def _fewer(own: Sequence[Judgement], dtype: str) -> str:
+    """The numbers of fewer bits than those of a dtype to which all worst elements belong. Empty if there are none."""
+    got = {float(one.worst.got) for one in own if one.worst}
+    numbers = [number for number in got if math.isfinite(number) and number]
+    if dtype not in BITS or len(numbers) < FEWEST:
+        return ""
+    most, full = max(map(bits, numbers)), BITS[dtype]
+    most = next((known for known in COARSER if most <= known < full), most)
+    if (full - most) * len(numbers) < SURE:
+        return ""
+    return f"numbers of {COARSER[most]}" if most in COARSER else f"numbers of {most} bits"
 
 
 def _factors(failed: Sequence[Judgement]) -> Iterator[Symptom]:

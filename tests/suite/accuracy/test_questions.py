@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashproof import coarser, judging, questions
+from flashproof import coarser, judging, miscounted, questions
 from flashproof.cases import Case
 from flashproof.impls.spec import arithmetic_of_callables
 from flashproof.reports import wording
@@ -372,3 +372,66 @@ def test_an_arithmetic_explains_the_errors_of_many_rows(rows: int, explained: in
     computed = torch.where(torch.arange(rows)[:, None] < explained, noise, other)
     found = coarser._explains((exact + sizes * noise).float(), (exact + sizes * computed).float(), exact)
     assert found == is_explained
+
+
+# ---------------------------------------------------------------------------------------------- what is miscounted
+
+
+def miscounting(
+    *, dims: slice = slice(0), values: slice = slice(0), weights: slice = slice(0), factor: float
+) -> Callable[..., Tensor]:
+    """Returns a kernel in which some dims of the scores, values or weights count `factor` times."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = query.double(), key.double(), value.double().clone()
+        query, scale = query.clone(), 1.0 / math.sqrt(query.shape[-1])
+        query[..., dims] *= factor
+        exponentials = torch.exp(query @ key.mT * scale)
+        exponentials[..., weights] *= factor
+        value[..., values, :] *= factor
+        return exponentials @ value / exponentials.sum(dim=-1, keepdim=True)
+
+    return attention
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        (miscounting(dims=slice(48, 64), factor=1.01), "scores in which dims from 48 on count 1.01 times"),
+        (
+            miscounting(dims=slice(16, 24), factor=0.9),
+            "scores in which dims 16 to 23 count 0.901 times",
+        ),  # to first order
+        (miscounting(values=slice(64, 96), factor=0.5), "a sum in which the values of keys 64 to 95 count 0.5 times"),
+        (
+            miscounting(weights=slice(0, 16), factor=1.05),
+            "a softmax in which the weights of keys up to 15 count 1.05 times",
+        ),
+        (
+            miscounting(weights=slice(112, 120), factor=1.02),
+            "a softmax in which the weights of keys from 112 on count 1.02 times",
+        ),
+    ],
+    ids=["last dims", "dims", "values", "weights", "last weights"],
+)
+def test_what_counts_too_much_or_too_little_is_named(kernel: Callable[..., Tensor], words: str, dtype: Any) -> None:
+    case = Case.parse(f"b1 h2/1 q60 k120 d64 {dtype}")
+    given, claim = inputs(case), arithmetic_of_callables(dtype, "cpu")
+    truth = judging.exact(case, claim, "cpu")
+    answer: dict[Any, Tensor] = {"out": kernel(given.query, given.key, given.value).to(given.query.dtype)}
+    judged = [judging.judge_tensor(answer["out"], "out", truth)]
+    assert not judged[0].passed
+    assert questions.answered(given.problem(case), answer, judged, truth, claim) == f"out has the errors of {words}"
+
+
+@pytest.mark.parametrize("line", ["q60 k120 d64 float32", "q3 k8 d16 float32", "q60 k120 d64 float16"])
+def test_noise_is_no_miscount(line: str) -> None:
+    """Noise, whether it is the same in all elements of a row or not, is not what some keys or dims contribute."""
+    case = Case.parse(f"b1 h1 {line}")
+    given, claim = inputs(case), arithmetic_of_callables(case.dtype, "cpu")
+    truth = judging.exact(case, claim, "cpu")
+    for shape in (truth.answer.out.shape, (*truth.answer.out.shape[:3], 1)):
+        noise = 0.01 * torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        out = (truth.answer.out + noise).to(given.query.dtype)
+        assert miscounted.errors_of(given.problem(case), out, truth.answer.out) == ""

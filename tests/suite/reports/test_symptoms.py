@@ -18,7 +18,7 @@ from flashproof.tests.suite.reports.building import environment, judgement
 def failed(seed: int = 0, **fields: Any) -> Judgement:
     """Returns a failure in a case of its own. fields: of the judgement, or of its worst element."""
     draw = Random(seed)
-    element = {name: fields.pop(name) for name in ("got", "exact", "index", "error") if name in fields}
+    element = {name: fields.pop(name) for name in ("got", "exact", "index", "error", "note") if name in fields}
     values: dict[str, Any] = {"got": draw.gauss(0.0, 1.0), "exact": draw.gauss(0.0, 1.0), "error": 1.0}
     case = f"b1 h1 q{8 + seed} k{8 + seed} d64 float32 full normal seed0"
     return judgement(status="failed", rho=9.0, worst=building.worst(9.0, **(values | element)), case=case, **fields)
@@ -57,8 +57,22 @@ def test_numbers_of_fewer_bits_are_named(dtype: str, bits: int, says: str) -> No
     rounded = [failed(i, dtype=dtype, got=in_bits(Random(i).gauss(0.0, 1.0), bits)) for i in range(20)]
     (found,) = symptoms.symptoms(rounded)
     assert found.short == f"the worst elements of out in {dtype} are {says}"
-    assert f"at most {bits} significant bits in each of 20 failing judgements in {dtype}" in found.text
+    assert f"is one of the {says} in each of 20 failing judgements in {dtype}" in found.text
     assert symptoms.symptoms([*rounded, failed(99, dtype=dtype, got=in_bits(0.1, symptoms.BITS[dtype]))]) == []
+
+
+@pytest.mark.parametrize(("step", "says"), [(0.0, "cut off"), (0.5, "rounded")])
+def test_values_of_fewer_bits_are_named_where_a_query_sees_one_key(step: float, says: str) -> None:
+    """Elsewhere the output is a mean of values, and has all bits."""
+    values = [in_float(Random(i).uniform(1.0, 2.0)) for i in range(20)]
+    alone = [
+        failed(i, got=int(value * 2**11 + step) / 2**11, exact=value, note=symptoms.ONE_KEY)
+        for i, value in enumerate(values)
+    ]
+    others = [failed(i, got=in_float(Random(i).gauss(0.0, 1.0))) for i in range(20, 40)]
+    (found,) = symptoms.symptoms([*alone, *others])
+    assert found.short == f"values in float32 are {says} to numbers of 12 bits"
+    assert "in each of 20 such failing judgements in float32" in found.text
 
 
 def test_few_numbers_of_fewer_bits_say_nothing() -> None:
