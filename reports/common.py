@@ -52,7 +52,7 @@ class Shared:
         who = f"All {failed:,}" if failing == failed else f"{failing:,} of {failed:,}"
         that = "them" if " and " in self.words else "that"
         others = (
-            f"{passing:,} of {passed:,} passing cases have {that}, too: there the error may be inside its bound"
+            f"{passing:,} of {passed:,} passing cases have {that}, too, with errors inside the bound"
             if passing
             else f"no passing case has {that}"
         )

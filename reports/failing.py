@@ -38,6 +38,11 @@ class First(NamedTuple):
     simpler: str
     dtype: str = ""
 
+    @property
+    def command(self) -> str:
+        """The command that repeats the simplest case."""
+        return self.simpler or wording.repeat_line(self.simplest.judged.judgement)
+
 
 def shared(kernel: Kernel) -> common.Shared | None:
     """What the failing cases of an implementation have in common (`common.shared`)."""

@@ -24,6 +24,7 @@ def values(
     """
     shown, worst = overview.columns(overview.layers(evidence)), overview.worst(evidence)
     cause = _cause(worst) if worst else ""
+    where = (shared or {}).get(worst.name) if worst else None
     seen = symptoms.headline(failing.symptoms_of(worst)) if worst and not cause else ""
     suite = mutants.scores(evidence.mutation, mutants.rows(evidence.mutation))[0] if evidence.mutation else None
     series: defaultdict[str, list[tables.Series]] = defaultdict(list)
@@ -41,8 +42,9 @@ def values(
         "marks": MARKS,
         "words": WORDS,
         "of_several": wording.short_name(worst.name) if worst and len(shared or {}) > 1 else "",
-        "in_common": failing.in_common(worst, shown, (shared or {}).get(worst.name)) if worst else "",
+        "in_common": failing.in_common(worst, shown, where) if worst else "",
         "cause": cause,
+        "repeat": failing.first(worst, where).command if worst else "",
         "symptoms": wording.sentence(seen),
         "ran": failing.ran(worst, evidence).words if worst else "",
         "machines": machines,

@@ -371,7 +371,9 @@ def _failing(evidence: Evidence) -> str:
     if count > 1:
         reason = wording.instance(judged.judgement)
         return f"{count} fail; the name of each in the table opens its failures. The worst is {who}: {reason}."
-    return f"{who} fails{of_cases(kernel)}: {wording.instance((simplest_failure(kernel) or judged).judgement)}."
+    cases = {judged.judgement.case for judged in kernel.judged if judged.judgement.status == "failed"} - {""}
+    where = "; in the simplest one, " if len(cases) > 1 else ": "
+    return f"{who} fails{of_cases(kernel)}{where}{wording.instance((simplest_failure(kernel) or judged).judgement)}."
 
 
 def _others(by_state: dict[str, list[Kernel]], evidence: Evidence) -> str:

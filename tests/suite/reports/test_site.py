@@ -867,7 +867,7 @@ def test_an_exact_value_of_nearly_0_is_not_the_headline(tmp_path: Path) -> None:
     ]
     site = small_site(tmp_path, claim(), *small, typical, judgement(case="b1 h1 q5 k5 d64 float32"))
     says = "out in float32 is 17 times as far off as its arithmetic allows: got -0.06506 for -0.07506."
-    assert f"fails in 4 of 5 cases: {says}" in pages(site)["index.html"].words
+    assert f"fails in 4 of 5 cases; in the simplest one, {says}" in pages(site)["index.html"].words
     page = the_page(site, "triton.fa2").words
     assert f"in 4 of 5 cases. The simplest failing case: {says}" in page
     assert "The worst case, and the simplest" in page
