@@ -113,13 +113,15 @@ def test_the_loss_of_one_element(line: str) -> None:
     """It is that of the element among all. Of keys that no query sees, it is 0."""
     problem = inputs(case := Case.parse(line)).problem(case)
     whole = stagnation.lost(problem)
+    u = bounds.output_roundoff(torch.float64)
+    rounding = (problem.query.shape[2] + problem.key.shape[2] + problem.query.shape[3]) * 2.0 * u  # of float64 sums
     assert bool(whole.dq.any() or whole.dv.any())
     for name in ("out", "lse", "dq", "dk", "dv"):
         tensor = getattr(whole, name)
         for flat in range(3, tensor.numel(), tensor.numel() // 20):
             index = tuple(map(int, np.unravel_index(flat, tuple(tensor.shape))))
-            expected = float(tensor[index])
-            assert stagnation.lost_at(problem, name, index) == pytest.approx(expected, rel=1e-9, abs=1e-30), name
+            apart = abs(stagnation.lost_at(problem, name, index) - float(tensor[index]))
+            assert apart <= rounding * float(tensor.max()), name
 
 
 @pytest.mark.parametrize(("name", "index"), [("out", (1, 3, 200, 2)), ("dk", (0, 1, 100, 1))])
