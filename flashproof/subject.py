@@ -435,24 +435,42 @@ class Subject:
         name: TensorName,
         given: Inputs | None,
     ) -> tuple[str, str]:
-        """The other question that a failure answers, or else the simplest case that fails or where failures begin."""
-        claim, question = self.claim(case), ""
-        if case.heads // case.kv_heads * case.queries * case.keys <= ASKED_ABOUT:
-            problem = (given or inputs(case, self.device)).problem(case)
-            truth = judging.truth_of(answer, case, claim, given)
-            question = questions.answered(problem, answer.tensors, verdicts, truth, claim)
-        is_open = not question and given is None
-        return question, (self._simplest(case, name) or self._onset(case, name)) if is_open else ""
+        """The other question that a failure answers, and the simplest case that fails or where failures begin.
 
-    def _simplest(self, case: Case, name: TensorName) -> str:
-        """The simplest case that fails, and what it needs, in words. Empty if no simpler case fails."""
-        end = time.monotonic() + self.simplifying
-        simple = simplest(case, lambda other: time.monotonic() < end and self._fails(other, name))
+        If this case answers no other question, the simplest case may: its numbers and its mask are plainer. A question
+        of the failing case itself says enough.
+        """
+        question = self._question(verdicts, answer, case, given)
+        if question or given is not None:
+            return question, ""
+        simple = self._simplest(case, name)
         if simple == case:
-            return ""
+            return "", self._onset(case, name)
         needs = [f"{factor} {level}" for factor, level in levels(simple).items() if level != self.space.plain[factor]]
         words = f"; it needs {', '.join(needs)}" if needs else ""
-        return f"the simplest case that fails: {simple}{words}"
+        return self._question_of(simple), f"the simplest case that fails: {simple}{words}"
+
+    def _question(self, verdicts: list[Judged], answer: Answer, case: Case, given: Inputs | None) -> str:
+        """The other question that the wrong tensors of an answer are right for, in words."""
+        if case.heads // case.kv_heads * case.queries * case.keys > ASKED_ABOUT:
+            return ""
+        problem, claim = (given or inputs(case, self.device)).problem(case), self.claim(case)
+        truth = judging.truth_of(answer, case, claim, given)
+        return questions.answered(problem, answer.tensors, verdicts, truth, claim)
+
+    def _question_of(self, case: Case) -> str:
+        """The other question that a failing case answers. Calls the kernel again."""
+        for found in self._answers(case):
+            names = (*FORWARD, *ways.wanted(found.case))
+            verdicts = judging.judge(found.answer, found.case, self.claim(found.case), names, found.given)
+            if not all(judged.passed for judged in verdicts):
+                return self._question(verdicts, found.answer, found.case, found.given)
+        return ""
+
+    def _simplest(self, case: Case, name: TensorName) -> Case:
+        """The simplest case that fails. It is the case itself if no simpler one fails."""
+        end = time.monotonic() + self.simplifying
+        return simplest(case, lambda other: time.monotonic() < end and self._fails(other, name))
 
     def _onset(self, case: Case, name: TensorName) -> str:
         """From which magnitude, or shift, the case fails, in words. Halving finds the value."""
@@ -466,12 +484,16 @@ class Subject:
 
     def _fails(self, case: Case, name: TensorName) -> bool:
         """Whether this tensor of an answer to a case is outside the bound."""
-        try:
-            found = self._computed(case)
-        except (Refused, Fault, ValueError):  # ValueError: numbers that the dtype cannot hold
-            return False
+        found = self._answers(case)
         verdicts = [judging.judge(one.answer, one.case, self.claim(one.case), (name,), one.given) for one in found]
         return not all(judged.passed for of_one in verdicts for judged in of_one)
+
+    def _answers(self, case: Case) -> list[ways.Computed]:
+        """The answers to a case. Empty if the kernel refused or failed, which is not recorded."""
+        try:
+            return self._computed(case)
+        except (Refused, Fault, ValueError):  # ValueError: numbers that the dtype cannot hold
+            return []
 
 
 class Recorder:
