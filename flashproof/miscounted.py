@@ -17,7 +17,7 @@ from flashproof.oracles.problem import Problem
 LEFT = 0.1  # the share of the mean square error that an explanation may leave
 ROWS = 16  # wrong rows; in fewer rows, a number for each part may explain anything
 KEYS, DIMS = 16, 8  # the size of the parts that are tried, alone and joined to their neighbours
-PRODUCTS = 2**22  # heads x queries x keys x dim: a larger problem takes too long
+PRODUCTS = 2**25  # heads x queries x keys x dim: a larger problem takes too long
 
 
 class _Fit(NamedTuple):
@@ -41,11 +41,16 @@ def errors_of(problem: Problem, out: Tensor, exact: Tensor) -> str:
         return ""
     keys, dims = (KEYS, problem.key.shape[2]), (DIMS, problem.key.shape[3])
     found = [
-        (fit, f"{what} {_range(fit, *(dims if 'dims' in what else keys))} count {fit.factor:.3g} times")
+        (fit, f"{what} {_range(fit, *(dims if 'dims' in what else keys))} count {_number(fit.factor)} times")
         for parts, what in _contributions(problem, exact)
         if (fit := _fitted(error, parts))
     ]
     return min(found)[1] if found else ""
+
+
+def _number(factor: float) -> str:
+    """A factor whose distance from 1 has two digits: the fit is of first order, and knows no more."""
+    return f"{1.0 + float(f'{factor - 1.0:.2g}'):.6g}"
 
 
 def _range(fit: _Fit, size: int, count: int) -> str:

@@ -30,9 +30,10 @@ def causes(failures: Sequence[Judgement]) -> list[list[Judgement]]:
     for one in failures:
         if one.question:
             # The scale differs between head dims, but its factor does not. A gradient may show the same factor. Other
-            # sentences differ in the tensors that they name, and in what follows from the cause.
+            # sentences differ in the tensors that they name, in what follows from the cause, and in fitted numbers.
             by = _SCALE.search(one.question) or _FACTOR.search(one.question)
-            cause = "question", by[1] if by and by[1] in factors else _SUBJECT.sub("", one.question).partition(":")[0]
+            words = _SUBJECT.sub("", one.question).partition(":")[0].partition(" in which ")[0]
+            cause = "question", by[1] if by and by[1] in factors else words
         elif one.rho is None and one.message:
             cause = "words", without_numbers(one.message.partition("\n")[0])
         elif is_bias(one):

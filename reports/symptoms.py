@@ -91,7 +91,7 @@ def _few_bits(failed: Sequence[Judgement]) -> Iterator[Symptom]:
             is_cut = all(one.worst and size(one.worst.got) <= size(one.worst.exact) for one in alone)
             how = "cut off" if is_cut else "rounded"
             yield Symptom(
-                f"values in {dtype} are {how} to {kind}",
+                f"in {dtype}, the value tensor is {how} to {kind}",
                 f"where a query sees one key, out is a value: its worst element is one of the {kind} in each of "
                 f"{len(alone):,} such failing judgements in {dtype}, whose numbers have {BITS[dtype]} bits"
                 + (", and never larger than the value, so that bits are cut off" if is_cut else ""),
@@ -108,7 +108,7 @@ def _fewer(own: Sequence[Judgement], dtype: str) -> str:
     most = next((known for known in COARSER if most <= known < full), most)
     if (full - most) * len(numbers) < SURE:
         return ""
-    return f"numbers of {COARSER[most]}" if most in COARSER else f"numbers of {most} bits"
+    return f"numbers of {COARSER[most]}" if most in COARSER else f"numbers of {most} significant bits"
 
 
 def _factors(failed: Sequence[Judgement]) -> Iterator[Symptom]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flashproof.reports import symptoms, wording
+from flashproof.reports import causes, symptoms, wording
 from flashproof.reports.causes import one_screen
 from flashproof.reports.pages import write_site
 from flashproof.reports.record import Grid, Judgement, TensorName
@@ -50,7 +50,7 @@ def test_bits_are_counted(number: float, count: int) -> None:
         ("float16", 8, "numbers of bfloat16"),
         ("float32", 8, "numbers of bfloat16"),
         ("float32", 11, "numbers of float16 or TF32"),
-        ("float32", 16, "numbers of 16 bits"),
+        ("float32", 16, "numbers of 16 significant bits"),
     ],
 )
 def test_numbers_of_fewer_bits_are_named(dtype: str, bits: int, says: str) -> None:
@@ -71,7 +71,7 @@ def test_values_of_fewer_bits_are_named_where_a_query_sees_one_key(step: float, 
     ]
     others = [failed(i, got=in_float(Random(i).gauss(0.0, 1.0))) for i in range(20, 40)]
     (found,) = symptoms.symptoms([*alone, *others])
-    assert found.short == f"values in float32 are {says} to numbers of 12 bits"
+    assert found.short == f"in float32, the value tensor is {says} to numbers of 12 significant bits"
     assert "in each of 20 such failing judgements in float32" in found.text
 
 
@@ -180,3 +180,14 @@ def test_symptoms_are_in_the_headline_on_the_page_and_in_the_terminal(tmp_path: 
     assert "<li>Only out fails: dQ holds in all 6 failing cases that judge it, too.</li>" in page
     assert "Only out fails." in (site / "index.html").read_text()
     assert "  only out fails: dQ holds" in "\n".join(one_screen("triton.fa2", [*wrong, *right]))
+
+
+def test_a_fitted_cause_is_one_whatever_its_numbers_are() -> None:
+    """Each case fits its own numbers. The cause is told in the most frequent words."""
+    ranges = ["1,024 to 1,039 count 0.5", "1,024 to 1,039 count 0.5", "from 1,024 on count 0.49"]
+    wrong = [
+        failed(i, question=f"out has the errors of a sum in which the values of keys {said} times")
+        for i, said in enumerate(ranges)
+    ]
+    assert [len(group) for group in causes.explanations(wrong)] == [3]
+    assert causes.headline(wrong).endswith("keys 1,024 to 1,039 count 0.5 times")
