@@ -71,7 +71,7 @@ def _answers(problem: Problem, *, backward: bool) -> Iterator[tuple[str, dict[st
     dtype = problem.query.dtype
     if backward and problem.query.shape[1] > 1 and dtype != torch.float32:
         words = f"gradients of each query head that are rounded to {_name(dtype)} before they are summed"
-        computed = _computed(problem, _EXACT, Tensor.contiguous, backward=True, by_heads=True)
+        computed = _computed(problem, _EXACT, _unchanged, backward=True, by_heads=True)
         yield f"{words}, which the claim gradients='heads' allows", computed
     for words, product in _products(problem):
         yield words, _computed(problem, product, backward=backward)
@@ -130,11 +130,11 @@ def _computed(
         leaves = [
             tensor.detach().clone().requires_grad_(backward) for tensor in (problem.query, problem.key, problem.value)
         ]
-        heads = problem.query.shape[1] if by_heads else 1
-        query, key, value = (tensor.expand(-1, max(heads, tensor.shape[1]), -1, -1) for tensor in leaves)
+        heads = problem.query.shape[1] if by_heads else -1  # -1: as many as there are
+        query, key, value = (tensor.expand(-1, heads, -1, -1) for tensor in leaves)
         if rounding:
             query, key, value = query.float(), key.float(), value.float()
-        visible = _visible(problem)
+        visible = visible_keys(problem)
         scores = (product(query, key.mT.expand(-1, query.shape[1], -1, -1)) * problem.scale).masked_fill(
             ~visible, -math.inf
         )
@@ -176,7 +176,7 @@ def _computed_in_tiles(problem: Problem, size: int, *, parts: bool, backward: bo
                 total = added(total, tile @ other)
         return total
 
-    scores = (query @ key.mT * problem.scale).masked_fill(~_visible(problem), -math.inf)
+    scores = (query @ key.mT * problem.scale).masked_fill(~visible_keys(problem), -math.inf)
     peak = torch.full_like(scores[..., :1], _LOWEST)
     out, weight = torch.zeros_like(peak), torch.zeros_like(peak)
     for tile, values in zip(_tiles(scores, size, 3), _tiles(value, size, 2), strict=True):
@@ -201,7 +201,7 @@ def _tiles(tensor: Tensor, size: int, dim: int) -> Iterator[Tensor]:
         yield tensor.narrow(dim, start, min(size, tensor.shape[dim] - start))
 
 
-def _visible(problem: Problem) -> Tensor:
+def visible_keys(problem: Problem) -> Tensor:
     """Which keys each query sees, [1, heads, queries, keys]."""
     rows = torch.arange(problem.query.shape[2], device=problem.query.device)
     return torch.stack([problem.mask.visible(0, head, rows) for head in range(problem.query.shape[1])])[None]
@@ -228,7 +228,11 @@ def _rounded(rounding: Rounding) -> Product:
     return product
 
 
-_EXACT = _rounded(lambda tensor: tensor)
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+_EXACT = _rounded(_unchanged)
 
 
 def _to_float16(tensor: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashproof.coarser import ROWS, visible_keys
 from flashproof.oracles.problem import Problem
 
 LEFT = 0.1  # the share of the mean square error that an explanation may leave
-ROWS = 16  # wrong rows; in fewer rows, a number for each part may explain anything
 KEYS, DIMS = 16, 8  # the size of the parts that are tried, alone and joined to their neighbours
 PRODUCTS = 2**25  # heads x queries x keys x dim: a larger problem takes too long
 
@@ -32,7 +32,8 @@ class _Fit(NamedTuple):
 def errors_of(problem: Problem, out: Tensor, exact: Tensor) -> str:
     """What counts too much or too little in a wrong output, in words. Empty if nothing explains the errors.
 
-    problem: of one key head, without dropout. exact: the exact output.
+    problem: of one key head; nothing is explained if it has dropout. out, exact: the output of the kernel and the exact
+    one, [1, query heads, queries, dim].
     """
     if problem.dropout.p or math.prod(problem.query.shape) * problem.key.shape[2] > PRODUCTS:
         return ""
@@ -64,9 +65,7 @@ def _range(fit: _Fit, size: int, count: int) -> str:
 def _contributions(problem: Problem, exact: Tensor) -> Iterator[tuple[list[Tensor], str]]:
     """For each part of the keys, or of the dims, the derivative of the output by its factor. Second, what they are."""
     query, key, value = (tensor.to(torch.float64) for tensor in (problem.query, problem.key, problem.value))
-    rows = torch.arange(query.shape[2], device=query.device)
-    visible = torch.stack([problem.mask.visible(0, head, rows) for head in range(query.shape[1])])[None]
-    scores = (problem.scale * (query @ key.mT)).masked_fill(~visible, -math.inf)
+    scores = (problem.scale * (query @ key.mT)).masked_fill(~visible_keys(problem), -math.inf)
     weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)
     of_keys = [
         (weight @ own, weight.sum(dim=-1, keepdim=True))

@@ -280,7 +280,7 @@ class Verification:
 
         if self.session.role == "process":
             self.session.build_arrays(session.items)
-        gc.freeze()  # modules, items and arrays live until the end, so that the garbage collector need not visit them
+        gc.freeze()  # modules, items and arrays live until the end, so the garbage collector need not visit them
         return run_in_workers(self.session, session)
 
     @pytest.hookimpl(tryfirst=True)

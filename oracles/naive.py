@@ -141,26 +141,27 @@ def row_blocks(problem: Problem, block_scores: int | None = None) -> Iterator[Ro
     for first in range(0, batches * heads, step):
         of_heads = slice(first, min(first + step, batches * heads))
         of_kv_heads = slice(first // groups, (of_heads.stop - 1) // groups + 1)
-        key, value = (tensor.flatten(0, 1)[of_kv_heads].to(torch.float64) for tensor in (problem.key, problem.value))
-        value_max = value.abs().amax(dim=1, keepdim=True)
+        key, value, value_max = _keys_of(problem, of_kv_heads)
         for start in range(0, queries, rows_at_once):
             stop = min(start + rows_at_once, queries)
             seen = problem.mask.last_seen(stop)
             yield _rows(problem, of_heads, of_kv_heads, slice(start, stop), key[:, :seen], value[:, :seen], value_max)
 
 
-def rows_of(problem: Problem, batch: int, heads: int | slice, of_head: slice) -> Rows:
-    """Some rows of one query head, or of all query heads of a key head."""
-    count = problem.query.shape[1]
-    heads = slice(heads, heads + 1) if isinstance(heads, int) else heads
-    of_heads = slice(batch * count + heads.start, batch * count + heads.stop)
-    kv_head = of_heads.start // problem.groups
-    key, value = (
-        tensor.flatten(0, 1)[kv_head : kv_head + 1].to(torch.float64) for tensor in (problem.key, problem.value)
-    )
-    seen, value_max = problem.mask.last_seen(of_head.stop), value.abs().amax(dim=1, keepdim=True)
-    of_kv_heads = slice(kv_head, kv_head + 1)
+def rows_of(problem: Problem, batch: int, heads: slice, of_head: slice) -> Rows:
+    """Some rows of query heads of one batch entry. The heads share one key head."""
+    first = batch * problem.query.shape[1]
+    of_heads = slice(first + heads.start, first + heads.stop)
+    of_kv_heads = slice(of_heads.start // problem.groups, of_heads.start // problem.groups + 1)
+    key, value, value_max = _keys_of(problem, of_kv_heads)
+    seen = problem.mask.last_seen(of_head.stop)
     return _rows(problem, of_heads, of_kv_heads, of_head, key[:, :seen], value[:, :seen], value_max)
+
+
+def _keys_of(problem: Problem, kv_heads: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """The keys and values of key heads, in float64, and the largest size of a value in each of its columns."""
+    key, value = (tensor.flatten(0, 1)[kv_heads].to(torch.float64) for tensor in (problem.key, problem.value))
+    return key, value, value.abs().amax(dim=1, keepdim=True)
 
 
 def heads_of(problem: Problem) -> Iterator[tuple[int, int]]:

@@ -61,7 +61,9 @@ def lost_at(problem: Problem, name: str, index: tuple[int, ...]) -> float:
     batch, head, place = index[:3]
     if name not in ("dk", "dv"):
         found = naive.empty_answer(problem)
-        _add(found, naive.rows_of(problem, batch, head, slice(place, place + 1)), backward=name == "dq")
+        _add(
+            found, naive.rows_of(problem, batch, slice(head, head + 1), slice(place, place + 1)), backward=name == "dq"
+        )
         return float(getattr(found, name)[index])
     first = head * problem.groups
     rows = naive.rows_of(problem, batch, slice(first, first + problem.groups), slice(0, problem.query.shape[2]))

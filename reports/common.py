@@ -206,14 +206,13 @@ def _candidates(failing: Sequence[Case]) -> Iterator[Property]:
             yield Property(f"{factor.name} {level}", _has(factor.name, {level}))
         if len(found) < 2:
             continue
-        every = {*factor.levels, "another"}
-        others = factor.levels if factor.name == "dtype" else [PLAIN[factor.name]]
-        for other in others:
-            rest = every - {other}
+        every, plain = {*factor.levels, "another"}, PLAIN[factor.name]
+        if factor.name != "dtype":
+            yield Property(f"{factor.name} other than {plain}", _has(factor.name, every - {plain}))
+            continue
+        for other in factor.levels:  # "float32 or float16" says more than "other than bfloat16"
             listed = wording.listed((level for level in factor.levels if level in found - {other}), "or")
-            is_listed = factor.name == "dtype"  # "float32 or float16" says more than "other than bfloat16"
-            words = f"{factor.name} {listed}" if is_listed else f"{factor.name} other than {other}"
-            yield Property(words, _has(factor.name, rest))
+            yield Property(f"dtype {listed}", _has("dtype", every - {other}))
 
 
 def _range(words: str, size: Callable[[Case], int], least: float, most: float) -> Property:

@@ -54,6 +54,11 @@ def symptoms_of(kernel: Kernel) -> list[symptoms.Symptom]:
     return symptoms.symptoms([judged.judgement for judged in kernel.judged])
 
 
+def cause(kernel: Kernel) -> str:
+    """The cause of the failures, as the page tells it (`causes.headline`). Empty if none is known."""
+    return causes.headline([judged.judgement for judged in failed(kernel)], wording.bias_of_limit)
+
+
 def failed(kernel: Kernel) -> list[Judged]:
     """The failures, those that tell most first (`overview.gravity`)."""
     every = [judged for judged in kernel.judged if judged.judgement.status == "failed"]

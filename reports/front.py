@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from flashproof.reports import causes, charts, common, failing, mutants, overview, symptoms, tables, training, wording
-from flashproof.reports.evidence import Evidence, Kernel, without_a_gpu
+from flashproof.reports import charts, common, failing, mutants, overview, symptoms, tables, training, wording
+from flashproof.reports.evidence import Evidence, without_a_gpu
 from flashproof.reports.speed import Timing
 
 TALLEST = 21  # pixels of a bar
@@ -23,7 +23,7 @@ def values(
     shared: what the failing cases of an implementation have in common.
     """
     shown, worst = overview.columns(overview.layers(evidence)), overview.worst(evidence)
-    cause = _cause(worst) if worst else ""
+    cause = failing.cause(worst) if worst else ""
     where = (shared or {}).get(worst.name) if worst else None
     seen = symptoms.headline(failing.symptoms_of(worst)) if worst and not cause else ""
     suite = mutants.scores(evidence.mutation, mutants.rows(evidence.mutation))[0] if evidence.mutation else None
@@ -43,7 +43,7 @@ def values(
         "words": WORDS,
         "of_several": wording.short_name(worst.name) if worst and len(shared or {}) > 1 else "",
         "in_common": failing.in_common(worst, shown, where) if worst else "",
-        "cause": cause,
+        "cause": wording.sentence(cause),
         "repeat": failing.first(worst, where).command if worst else "",
         "symptoms": wording.sentence(seen),
         "ran": failing.ran(worst, evidence).words if worst else "",
@@ -65,11 +65,6 @@ def values(
         "judgements": sum(len(kernel.judged) for kernel in evidence.kernels),
         "cases": len({j.judgement.case for kernel in evidence.kernels for j in kernel.judged if j.judgement.case}),
     }
-
-
-def _cause(kernel: Kernel) -> str:
-    """The cause of the failures of an implementation, as a sentence without its end. Empty if none is known."""
-    return wording.sentence(causes.headline([one.judgement for one in failing.failed(kernel)], wording.bias_of_limit))
 
 
 def _speeds(timings: Sequence[Timing]) -> tuple[dict[tuple[str, str], list[float | None]], str, float]:

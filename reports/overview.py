@@ -336,10 +336,14 @@ def simplest_failure(kernel: Kernel) -> Judged | None:
 def of_cases(kernel: Kernel) -> str:
     """In how many of the cases it fails: " in 417 of 1,685 cases". Empty if no failure has a case."""
     cases = {judged.judgement.case for judged in kernel.judged if judged.judgement.case}
-    wrong = {judged.judgement.case for judged in kernel.judged if judged.judgement.status == "failed"} - {""}
+    wrong = _wrong_cases(kernel)
     if len(wrong) < len(cases):
         return f" in {len(wrong):,} of {len(cases):,} cases" if wrong else ""
     return f" in all {len(cases):,} cases" if len(cases) > 1 else " in its only case" if cases else ""
+
+
+def _wrong_cases(kernel: Kernel) -> set[str]:
+    return {judged.judgement.case for judged in kernel.judged if judged.judgement.status == "failed"} - {""}
 
 
 def _figure(judged: Judged) -> tuple[tuple[int, float], tuple[bool, int, float]]:
@@ -371,8 +375,7 @@ def _failing(evidence: Evidence) -> str:
     if count > 1:
         reason = wording.instance(judged.judgement)
         return f"{count} fail; the name of each in the table opens its failures. The worst is {who}: {reason}."
-    cases = {judged.judgement.case for judged in kernel.judged if judged.judgement.status == "failed"} - {""}
-    where = "; in the simplest one, " if len(cases) > 1 else ": "
+    where = "; in the simplest one, " if len(_wrong_cases(kernel)) > 1 else ": "
     return f"{who} fails{of_cases(kernel)}{where}{wording.instance((simplest_failure(kernel) or judged).judgement)}."
 
 

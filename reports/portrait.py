@@ -166,7 +166,7 @@ def _sentence(kernel: Kernel) -> str:
     on = wording.listed(str(machine) for machine in kernel.machines if machine.name)
     if whole.state == "failed":
         failed = [judged.judgement for judged in failing.failed(kernel)]
-        said = causes.headline(failed, wording.bias_of_limit) or symptoms.headline(failing.symptoms_of(kernel))
+        said = failing.cause(kernel) or symptoms.headline(failing.symptoms_of(kernel))
         cause = f": {said}" if said else ""
         simplest = overview.simplest_failure(kernel)
         found = f"Fails {wording.failed_checks(failed)}{overview.of_cases(kernel)}{cause}."

@@ -1,7 +1,7 @@
 """What the records of failures show beside their figures: which tensors are wrong, where, and what numbers they hold.
 
-Each sentence describes the failing judgements of one implementation, and counts those that it is true of. It names no
-cause. A sentence stands only where chance alone would hardly make it true.
+Each sentence describes the failing judgements of one implementation, and counts those that it is true of. The sizes and
+the bits of errors may point to a cause. A sentence stands only where chance alone would hardly make it true.
 """
 
 import math
@@ -22,9 +22,9 @@ COARSER = {8: "bfloat16", 11: "float16 or TF32"}
 SHORT = 3  # bits by which the length of an axis exceeds that of a stretch, on average
 MOST = 0.7  # the share of the failing judgements whose worst element lies in a stretch that is named
 ALIKE = 0.9  # the share of the failing judgements in which a tensor is too large by about the same factor
-SAME = 4.0  # times the smallest median: errors of several dtypes up to this are alike. Units of roundings differ more
-RARE = 0.02  # the share of all failures that a dtype may have which counts as right
-ONE_KEY = "the query sees one key"  # the note on the row of such an element
+SAME = 4.0  # errors of several dtypes are alike if the largest median is at most so many times the smallest
+RARE = 0.02  # a dtype with at most this share of the failures counts as right
+ONE_KEY = "the query sees one key"  # the note of `judging.describe` on such a row
 AXES = (("key", ("dk", "dv"), 2), ("query", ("out", "lse", "dq"), 2), ("dim", ("out", "dq", "dk", "dv"), 3))
 
 
