@@ -22,6 +22,7 @@ PACKAGE = Path(__file__).parent
 Needs = dict[Device, tuple[str, ...]]  # by device: modules, "device" for a CUDA device, "compiler" for one of C++
 NEEDS: dict[str, Needs] = {
     "tiled.*": {"cpu": (), "cuda": ("device",)},
+    "triton.fa3": {"cuda": ("triton", "device")},
     "triton.*": {"cpu": ("triton", "no device"), "cuda": ("triton", "device")},
     "cuda.fa3_fp8": {"cuda": ("cuda.core", "cuda.bindings", "device")},
     "cuda.*": {"cpu": ("compiler",), "cuda": ("cuda.core", "cuda.bindings", "device")},

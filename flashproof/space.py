@@ -33,6 +33,7 @@ from flashproof.cases import (
     TENSORS,
     VALUES,
     WITHOUT_BACKWARD,
+    Call,
     Case,
     Layouts,
     Wanted,
@@ -43,7 +44,7 @@ from flashproof.impls.spec import DTYPES, OWN_KERNELS, Device, Dtype, Implementa
 
 # The version of the list of cases that a run judges, of the space and of all grids. Bundles name it: `flashproof check`
 # makes the list again. Whoever changes a case raises it (tests/suite/space/test_case_set.py says when).
-CASE_SET = 11
+CASE_SET = 12
 
 Fields = dict[str, Any]  # the fields of a case that is being built
 Levels = Mapping[str, str]  # the level of each factor
@@ -120,8 +121,8 @@ LENGTHS: dict[str, Sequence[int]] = {
     "2 to 15": range(2, 16),
     "16 to 64": range(16, 65),
     "tiles": range(160, 257),
-    "257 to 512": [257, 260, 263, 272, 288, 301, 320, 333, 350, 368, 384, 391, 400, 448, 511, 512],
-    "513 to 1024": [513, 514, 528, 576, 640, 655, 700, 768, 896, 1000, 1008, 1023, 1024],
+    "257 to 512": [257, 260, 263, 272, 288, 301, 320, 333, 353, 358, 368, 384, 391, 400, 448, 511, 512],
+    "513 to 1024": [513, 514, 528, 533, 576, 640, 655, 700, 768, 896, 1000, 1008, 1023, 1024],
     "over 1024": [1025, 1026, 1039, 1040, 1056, 1088, 1100, 1120, 1152, 1280, 1279, 1536, 1999, 2000, 2032, 2047, 2048],
     "over 2048": [2049, 2050, 2064, 2112, 2560, 3000, 3001, 3072, 3136, 4000, 4080, 4095, 4096],
     "over 4096": [*range(4097, 4165), 4608, 8192, *range(8193, 8261)],
@@ -619,7 +620,9 @@ PLAIN_CASES = (
 # Ordinary sizes that are too large for the array, in each dtype: a batch of images, a batch of texts, an image that
 # attends to a text, a long text with grouped heads, and one query whose scores are all very negative. Beside them, one
 # query that sees only the first of many keys, more than 65,535 rows of queries, and the layers of a deep network: while
-# tensors are small, many calls can wait for their backward.
+# tensors are small, many calls can wait for their backward. Then batches of texts with grouped heads, in four ways of
+# calling; many heads, many sequences, and the heads of a small model; a short last part of many keys; and more than 128
+# rows of queries that share one key head.
 LARGE_CASES = (
     "b3 h8 q197 k197 d64",
     "b2 h2 q520 k520 d16 causal",
@@ -630,6 +633,17 @@ LARGE_CASES = (
     "b8 h96 q90 k66 d8",
     "b1 h2/1 q66 k66 d64 causal two-forwards seed1",
     "b1 h1 q16 k16 d16 two-forwards",
+    "b2 h4/2 q300 k300 d16 causal",
+    "b2 h4/2 q290 k290 d16 causal inference",
+    "b2 h4/2 q280 k280 d16 causal deterministic",
+    "b2 h4/2 q270 k270 d16 causal checkpointed",
+    "b1 h32/8 q140 k140 d16 causal",
+    "b9 h2 q140 k140 d16",
+    "b65 h2 q66 k66 d16",
+    "b70 h4/2 q1 k130 d16 inference",
+    "b2 h12 q70 k70 d64 causal",
+    "b1 h2 q8 k1155 d64 causal-br inference",
+    "b1 h71/1 q4 k200 d64 causal-br inference",
 )
 # The same, each in one dtype, because they take longer: more tiles than the units of a GPU, long sequences with several
 # heads, and generation after long texts.
@@ -678,6 +692,7 @@ _PROMPTS: tuple[dict[str, Any], ...] = (
     {"call": "deterministic"},
     {"wanted": "dq-dv", "sharing": "dense"},
 )
+_CALLS_OF_A_BATCH: tuple[Call, ...] = ("plain", "inference", "deterministic", "checkpointed", "autocast")
 TURNS = 6  # how often the numbers of a row are chosen anew; the first choice that has room is taken
 TILE = 64  # the queries, and the keys, of a tile that may take milliseconds
 
@@ -1090,7 +1105,8 @@ class Space:
             part = replace(model, kv_heads=1, heads=group)
             found.append(replace(part, queries=300 + number, keys=300 + number, mask="causal"))
             batch = replace(model, batch=2, kv_heads=2, heads=2 * min(group, 4), sharing="dense", mask="causal")
-            found.append(replace(batch, queries=130 + number, keys=130 + number))
+            call = _CALLS_OF_A_BATCH[number // len(self.dtypes) % len(_CALLS_OF_A_BATCH)]
+            found.append(replace(batch, queries=130 + number, keys=130 + number, call=call))
             found.append(replace(part, queries=66, keys=1100 + number, mask="causal-br", call="inference"))  # a chunk
             part = replace(model, kv_heads=2, heads=2 * group)
             found.append(replace(part, queries=1, keys=2500 + number, call="inference"))  # generation after a long text

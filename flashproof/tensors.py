@@ -279,10 +279,12 @@ class Memory:
 
         seed: chooses among the forms of a layout, which repeat after `FORMS` seeds. A layout that orders the axes in
         another way has gaps or none, the larger buffer of a tensor has more columns or more heads, and an offset is of
-        one element or of eight bytes. If the buffer has one more column, every row begins at another offset.
+        one element, of 8 bytes or of 16. If the buffer has one more column, every row begins at another offset. Of a
+        longer tensor, the last or the first rows are left out; the first only if vectors of 16 bytes still fit.
         """
         batch, heads, length, dim = tensor.shape
-        begin = (1, 8 // tensor.element_size())[seed % 2] if offset and layout != "wider" else 0
+        size = tensor.element_size()
+        begin = (1, 8 // size, 1, 16 // size)[seed % FORMS] if offset and layout != "wider" else 0
         gap = 1 - seed // 2 % 2
         view: Tensor
         match layout:
@@ -295,7 +297,8 @@ class Memory:
             case "columns":
                 view = self._guarded(tensor, (batch, heads, dim, length + gap), begin)[..., :length].transpose(2, 3)
             case "cropped":
-                view = self._guarded(tensor, (batch, heads, length + 3, dim), begin)[:, :, :length]
+                first = 1 if seed % 2 and dim * size % 16 == 0 else 0
+                view = self._guarded(tensor, (batch, heads, length + 3, dim), begin)[:, :, first : first + length]
             case "sliced":
                 view = self._guarded(tensor, (batch, heads, 2 * length, 2 * dim), begin)[:, :, ::2, ::2]
             case "wider":

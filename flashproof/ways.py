@@ -16,7 +16,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from flashproof.calling import GRADIENTS, Answer, Fault, Forward, Observer, Run, TensorName, forward, go_back
+from flashproof.calling import GRADIENTS, Answer, Fault, Forward, Observer, Run, TensorName, arguments, forward, go_back
 from flashproof.cases import Call, Case, Masking
 from flashproof.impls.spec import Arithmetic, Device, Implementation, Supports
 from flashproof.oracles.masks import BLOCK
@@ -79,7 +79,7 @@ class _Of:
 
 CALLS_BETWEEN = 4  # further calls between forward and backward, if calls are fast; a kernel may have several buffers
 MANY_CALLS = {2**11: 128, 2**15: 32}  # the same for cases of up to so many elements: the layers of deep networks
-LOOP_THREADS = 6  # more than a case may have heads, and no power of two
+LOOP_THREADS = 6, 8  # more than a case may have heads; one of them is a power of two
 CALLS_BEFORE = 4  # calls that fill the same tensors, if calls are fast; graphs are captured after the third call
 FEW_QUERIES = 15  # generation has one query, or a few that were guessed
 LONGEST_PROMPT = 64
@@ -168,9 +168,9 @@ def _in_threads(calls: list[Callable[[], object]]) -> list[object]:
 
 
 @contextmanager
-def _parallel() -> Generator[None]:
+def _parallel(threads: int) -> Generator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(LOOP_THREADS)
+    torch.set_num_threads(threads)
     try:
         yield
     finally:
@@ -184,13 +184,11 @@ _RUNS: dict[Call, Run] = {
     "checkpointed": _checkpointed,
     "compiled": _compiled,
     "thread": _in_a_thread,
-    "parallel": within(_parallel),
     "default64": within(_under_float64),
     "default16": within(_under_bfloat16),
     "deterministic": within(_deterministic),
 }
 _AROUND: dict[Call, Callable[[], AbstractContextManager[object]]] = {  # the contexts of the backward
-    "parallel": _parallel,
     "default64": _under_float64,
     "default16": _under_bfloat16,
     "deterministic": _deterministic,
@@ -215,12 +213,15 @@ def _without_gradients(run: Run, case: Case) -> Run:
 def _one(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
     """One forward, and its backward."""
     given = inputs(case, device)
-    run = _RUNS.get(case.call)
+    run, around = _RUNS.get(case.call), _AROUND.get(case.call, nullcontext)
+    if case.call == "parallel":
+        around = partial(_parallel, LOOP_THREADS[case.seed % 2])
+        run = within(around)
     if case.call == "autocast":
         run = within(lambda: torch.autocast(device, given.query.dtype))
     run = run and _without_gradients(run, case)
     call = forward(implementation, case, given, wanted=_leaves(case), run=run, observer=observer)
-    yield Computed(_answered(call, under=_AROUND.get(case.call, nullcontext)), case)
+    yield Computed(_answered(call, under=around), case)
 
 
 def _leaves(case: Case) -> tuple[TensorName, ...]:
@@ -333,8 +334,9 @@ def _fill(given: Inputs, fresh: Inputs) -> None:
 def _grown(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
     """Calls as in generation: the second call has one more key than the first, in the same memory.
 
-    The first call is of another sequence, so an answer from remembered keys is wrong. Before a call with few queries,
-    it may be a prompt, which has many.
+    In every second case, the first call is of another sequence, so an answer from remembered keys is wrong. In the
+    others, the sequence keeps its keys, and a third call has one key fewer again, as after a rejected guess. Before a
+    call with few queries, the first call may be a prompt, which has many.
     """
 
     def answer(one: Case, tensors: Inputs) -> Answer:
@@ -346,18 +348,24 @@ def _grown(implementation: Implementation, case: Case, device: str, observer: Ob
     if follows_a_prompt and implementation.supports.cross_lengths:
         fewer = replace(fewer, queries=min(fewer.keys, LONGEST_PROMPT))
 
-    def shortened(tensors: Inputs) -> Inputs:
+    def shortened(tensors: Inputs, queries: Inputs) -> Inputs:
         blocks = tensors.block_mask
         blocks = blocks if blocks is None else blocks[..., : math.ceil(fewer.keys / BLOCK)]
-        of_queries = tensors if fewer.queries == case.queries else inputs(fewer, device)
-        return replace(of_queries, key=tensors.key[:, :, :-1], value=tensors.value[:, :, :-1], block_mask=blocks)
+        return replace(queries, key=tensors.key[:, :, :-1], value=tensors.value[:, :, :-1], block_mask=blocks)
 
-    given = inputs(other, device)
-    first = answer(fewer, shortened(given))
+    keeps_keys = case.seed // 2 % 2 == 1
+    given = inputs(case if keeps_keys else other, device)
+    of_prompt = given if fewer.queries == case.queries and not keeps_keys else inputs(fewer, device)
+    first = answer(fewer, shortened(given, of_prompt))
     _fill(given, inputs(case, device))
     second = answer(case, given)
-    yield Computed(first, fewer, shortened(inputs(other, device)), "before a call with one more key")
+    third = answer(fewer, shortened(given, of_prompt)) if keeps_keys else None
+    rest = inputs(case if keeps_keys else other, device)
+    before = shortened(rest, rest if of_prompt is given else inputs(fewer, device))
+    yield Computed(first, fewer, before, "before a call with one more key")
     yield Computed(second, case, note="after a call with one key fewer")
+    if third is not None:
+        yield Computed(third, fewer, before, "after a call with one more key of the same sequence")
 
 
 def _accumulated(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
@@ -397,8 +405,10 @@ def _projected(implementation: Implementation, case: Case, device: str, observer
 
 
 def _two_threads(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
-    beside = replace(case, seed=case.seed + 1)
+    """Two calls at once, with other values and options. A call without gradients has none in either thread."""
+    beside = _another(case, implementation.supports)
     theirs = inputs(beside, device)
+    own = arguments(beside, implementation.supports, theirs)
     returned: list[object] = []
 
     def run(attention: Callable[..., object], leaves: tuple[Tensor, ...], keywords: dict[str, object]) -> object:
@@ -406,7 +416,6 @@ def _two_threads(implementation: Implementation, case: Case, device: str, observ
             tensor.detach().requires_grad_(leaf.requires_grad)
             for tensor, leaf in zip((theirs.query, theirs.key, theirs.value), leaves, strict=True)
         )
-        own = keywords | ({"block_mask": theirs.block_mask} if theirs.block_mask is not None else {})
         mine, other = _in_threads([lambda: attention(*leaves, **keywords), lambda: attention(*others, **own)])
         returned.append(other)
         return mine

@@ -16,6 +16,7 @@ CATALOGUE: dict[str, str] = {
     "tiled.block_sparse": "flashproof.impls.tiled.block_sparse:implementation",
     "triton.fa1": "flashproof.impls.triton.fa1:implementation",
     "triton.fa2": "flashproof.impls.triton.fa2:implementation",
+    "triton.fa3": "flashproof.impls.triton.fa3:implementation",
     "triton.block_sparse": "flashproof.impls.triton.block_sparse:implementation",
     "cuda.fa1": "flashproof.impls.cuda.fa1:implementation",
     "cuda.fa2": "flashproof.impls.cuda.fa2:implementation",

@@ -339,6 +339,7 @@ DEVICE float weight_of(float score, float lse, float scale) {
 // (EXCHANGE). With float32 inputs or short steps, each computes the weights of all queries.
 constexpr bool EXCHANGE = TENSOR_CORES && SPLIT > 1 && STEP % (16 * SPLIT) == 0;
 constexpr int PART = DIM / SPLIT, SHARE = EXCHANGE ? STEP / SPLIT : STEP;
+static_assert(!EXCHANGE || WARPS / SPLIT <= 15, "the warps that own the same keys have a barrier of their own");
 
 // Adds the share of a tile of STEP queries to dK / scale and to dV / kept_scale. Scores are transposed here, [keys,
 // queries], so that P^T and dS^T are left operands. `shared` has room for both operands of each warp. MASKED: some
@@ -397,7 +398,9 @@ DEVICE void add_gradients(Sums<ROWS, PART>& dk, Sums<ROWS, PART>& dv, Tile<DIM> 
     if constexpr (EXCHANGE) left_ds(warp).put(my_ds);
     rows_by_columns(dk, my_ds, q.from(mine), first_column);
     if constexpr (EXCHANGE) {
-        barrier();  // all threads see the weights of the other warps now
+        // The warps that own the same keys see each other's weights now. They write the next weights after the next
+        // barrier of the block, so after all of them have read these.
+        barrier_of<32 * SPLIT>(1 + warp / SPLIT);
         UNROLL
         for (int next = 1; next < SPLIT; ++next) {
             const int other = (member + next) % SPLIT, theirs = warp - member + other;

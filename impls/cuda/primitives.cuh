@@ -53,6 +53,12 @@ DEVICE int thread_index_again() {
     return index;
 }
 DEVICE void barrier() { __syncthreads(); }
+// A barrier of THREADS threads, those of the warps that call it with the same number, 1 to 15. Other warps do not wait.
+// The barrier of all threads has number 0.
+template <int THREADS>
+DEVICE void barrier_of(int number) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
+}
 // On sm_90 and later, a kernel may be launched early (`early` of launching.py): it starts when each block of the kernel
 // before it has called next_may_start or has ended. Its threads call previous_has_ended, which waits for this end.
 DEVICE void next_may_start() {

@@ -5,8 +5,11 @@
 //   - an access outside the tensors of the launch, outside the block's shared memory or outside a set of registers, or
 //     an access that is not aligned;
 //   - lanes of a warp that are at different meetings, or at meetings of different source lines;
-//   - a barrier that not all threads reach, or warps that wait at barriers of different source lines;
-//   - a race: two warps access the same 16 bytes of shared memory between two barriers, and one of them writes;
+//   - a barrier that not all of its threads reach, or warps that wait at it at different source lines;
+//   - a barrier_of whose threads, or lanes of one warp, name different numbers or sizes, or that takes other warps than
+//     before while nothing keeps these from taking part instead;
+//   - a race: two warps access the same 16 bytes of shared memory, one of them writes, and no barrier of both, or chain
+//     of barriers from one to the other, is in between;
 //   - a read, a write or another copy at a place of shared memory to which an asynchronous copy is on its way, before
 //     its thread has waited for it.
 // Shared memory and registers hold NaN until they are written. A local variable that may be read before it is set is a
@@ -39,6 +42,11 @@ inline int thread_index() { return twin::thread(); }
 inline int block_index_again() { return twin::machine.block; }
 inline int thread_index_again() { return twin::thread(); }
 inline void barrier(int line = __builtin_LINE()) { twin::barrier(line); }
+template <int THREADS>
+inline void barrier_of(int number, int line = __builtin_LINE()) {
+    static_assert(THREADS > 0 && THREADS % twin::LANES == 0, "a barrier takes whole warps");
+    twin::barrier_of(number, THREADS / twin::LANES, line);
+}
 inline void next_may_start() {}
 inline void previous_has_ended() {}
 inline char* shared_memory() { return twin::machine.shared; }

@@ -41,7 +41,7 @@
 // Products of e4m3 numbers are summed as the tensor cores of Hopper do it, with 14 bits: see `multiply_e4m3`. If
 // TRUNCATES is defined, so are products of 16-bit numbers: see `multiply`. Otherwise these are summed in float32, in
 // order.
-// Clusters and named barriers are missing, because the kernels do not use them.
+// Clusters and barrier_of of primitives.cuh are missing, because the kernels do not use them.
 #pragma once
 
 struct half {
@@ -92,12 +92,7 @@ constexpr int SWIZZLED = 1;               // the swizzle of 128 bytes, in a desc
 
 // What a warp knows: [w] the last access of warp w to shared memory; [WARPS + w] the last one whose writes are fenced
 // for products and copies; [2 WARPS + b] the phases of barrier b that have ended.
-struct Clock {
-    int of[2 * WARPS + BARRIERS];
-    void join(const Clock& other) {
-        for (int i = 0; i < 2 * WARPS + BARRIERS; ++i) of[i] = of[i] > other.of[i] ? of[i] : other.of[i];
-    }
-};
+using Clock = Knowledge<2 * WARPS + BARRIERS>;
 
 // A tensor, as fa3.py describes it to the twin in the bytes of a TensorMap. Sizes and strides are those of columns,
 // rows, heads and batches. The strides are in bytes.

@@ -6,7 +6,10 @@
 // a function call preserves. A fiber runs until it reaches a meeting of its warp's lanes (a shuffle, ldmatrix or mma),
 // a barrier, or another reason to wait. At a meeting, the last lane to arrive computes for all lanes. The lanes of a
 // warp run in order, so a meeting costs 32 switches of a few nanoseconds each. Between barriers the warps run one after
-// another. Their order reverses at each barrier.
+// another. Their order reverses at each barrier of the block.
+//
+// Races are found by what a warp knows (Knowledge), whatever that order is. Each access to shared memory has a number.
+// A barrier gives each of its warps what all of them know.
 //
 // CAUSAL, DROPOUT, VECTOR and SIGN are constants of the compilation on a GPU. Here they are variables, because as
 // constants they would only multiply the number of compilations.
@@ -43,6 +46,7 @@ struct __attribute__((may_alias, aligned(16))) float4 {
 namespace twin {
 
 constexpr int LANES = 32, MAX_WARPS = 32, STACK = 128 * 1024;
+constexpr int NUMBERED = 16;  // the barriers of a block; number 0 is that of all its warps
 
 // -------------------------------------------------------------------------------------------------------------- fibers
 
@@ -154,6 +158,17 @@ struct Copy {
     bool inside;
 };
 
+// The last event of each kind that a warp knows of. The events of a kind have the numbers 1, 2 ...
+template <int KINDS>
+struct Knowledge {
+    int of[KINDS];
+    void join(const Knowledge& other) {
+        for (int i = 0; i < KINDS; ++i) of[i] = of[i] > other.of[i] ? of[i] : other.of[i];
+    }
+};
+// of[w]: the accesses of warp w to shared memory, and the barriers that it has passed.
+using Known = Knowledge<MAX_WARPS>;
+
 struct Warp {
     Context lanes[LANES];
     const void* slots[LANES];  // what each lane brings to a meeting
@@ -161,13 +176,20 @@ struct Warp {
     int line, lane;          // source line of the meeting; the lane that runs
     unsigned arrived, idle;  // one bit for each lane that is at the meeting, or that waits for something else
     int idle_for[LANES];     // what it waits for
-    bool waiting, ended;     // at a barrier of the block; at the kernel's end
+    bool waiting, ended;     // at a barrier; at the kernel's end
+    Known knows;
 };
 
-struct Access {             // the last accesses to 16 bytes of shared memory
-    int written, read;      // phases of the last write and the last read: the number of barriers before it
-    short writer, reader;   // the warps of these accesses; reader is -1 for several warps
+struct Access {             // the last write to 16 bytes of shared memory; `reads` of the machine has the last reads
+    int written;            // its number
+    short writer;           // its warp, or -1
     unsigned char settled;  // one bit for each 4 bytes, set if no copy to them is on its way
+};
+
+struct NumberedBarrier {
+    int size, waiting, line;  // the number of warps that it takes and that wait; the source line at which they wait
+    unsigned members;         // one bit for each warp that waits
+    Known passed;             // the last time that each warp has passed it
 };
 
 struct Machine {
@@ -175,9 +197,11 @@ struct Machine {
     void (*body)();
     Context home;
     Warp warps[MAX_WARPS];
-    int warp_count, warp, block, waiting, barrier_line, ended, phase, step;
+    int warp_count, warp, block, ended, step;
+    NumberedBarrier barriers[NUMBERED];
     char *stacks, *shared;
     Access* accesses;
+    int* reads;  // [16 bytes of shared memory, warp]: the number of the warp's last read
     Copy* copies[MAX_WARPS * LANES];
     int pending[MAX_WARPS * LANES], room[MAX_WARPS * LANES];
     Buffer last;
@@ -230,8 +254,14 @@ inline void next_warp(Context& from) {
     }
     for (int i = 0; i < machine.warp_count; ++i)
         if (machine.warps[i].idle) extension.deadlocks();
-    if (machine.waiting)
-        fail("%d of %d warps wait at a barrier that the others never reach", machine.waiting, machine.warp_count);
+    for (int i = NUMBERED - 1; i >= 0; --i) {
+        const NumberedBarrier& barrier = machine.barriers[i];
+        if (barrier.waiting && i)
+            fail("%d of %d warps wait at barrier %d of line %d, which the others never reach", barrier.waiting,
+                 barrier.size, i, barrier.line);
+        if (barrier.waiting)
+            fail("%d of %d warps wait at a barrier that the others never reach", barrier.waiting, barrier.size);
+    }
     switch_context(from, machine.home);
 }
 
@@ -286,26 +316,72 @@ inline void meet(const char* meeting, int line, const void* brought, Complete co
 }
 
 // The kinds of meetings. Each is one string object, and comparisons are by address.
-inline constexpr char BARRIER[] = "barrier", END[] = "the kernel's end", SHUFFLE[] = "shuffle";
+inline constexpr char BARRIER[] = "barrier", BARRIER_OF[] = "barrier_of", END[] = "the kernel's end",
+                      SHUFFLE[] = "shuffle";
 
-inline void barrier(int line) {
-    meet(BARRIER, line, nullptr, [](Warp& warp) {
-        if (machine.ended)
-            fail("a barrier that %d of %d warps have not reached: they have ended", machine.ended, machine.warp_count);
-        if (machine.waiting == 0)
-            machine.barrier_line = warp.line;
-        else if (machine.barrier_line != warp.line)
-            fail("at the barrier of line %d, where other warps wait at that of line %d", warp.line,
-                 machine.barrier_line);
-        warp.waiting = true;
-        if (++machine.waiting == machine.warp_count) {
-            for (int i = 0; i < machine.warp_count; ++i) machine.warps[i].waiting = false;
-            machine.waiting = 0;
-            machine.phase++;
-            extension.synchronises();
+// A warp arrives at a barrier. With a number above 0, the barrier takes any `size` warps. So a warp must know that
+// those that have passed it before have left it: otherwise it could take the place of one of them.
+inline void arrive(Warp& warp, int number, int size) {
+    if (number < 0 || number >= NUMBERED) fail("at barrier %d, where a block has %d", number, NUMBERED);
+    NumberedBarrier& barrier = machine.barriers[number];
+    if (!number && machine.ended)
+        fail("a barrier that %d of %d warps have not reached: they have ended", machine.ended, machine.warp_count);
+    if (barrier.waiting == 0) {
+        barrier.line = warp.line;
+        barrier.size = size;
+    } else if (barrier.line != warp.line) {
+        fail("at the barrier of line %d, where other warps wait at that of line %d", warp.line, barrier.line);
+    } else if (barrier.size != size) {
+        fail("at barrier %d of %d warps, where other warps wait at it as one of %d", number, size, barrier.size);
+    }
+    for (int i = 0; i < machine.warp_count; ++i)
+        if (warp.knows.of[i] < barrier.passed.of[i])
+            fail("at barrier %d, which warp %d has passed without this warp: in another order it would be this warp",
+                 number, i);
+    warp.waiting = true;
+    barrier.members |= 1u << machine.warp;
+    if (++barrier.waiting == size) {
+        Known all = {};
+        for (int i = 0; i < machine.warp_count; ++i) {
+            if (~barrier.members >> i & 1) continue;
+            Known& knows = machine.warps[i].knows;
+            barrier.passed.of[i] = ++knows.of[i];
+            all.join(knows);
+        }
+        for (int i = 0; i < machine.warp_count; ++i) {
+            if (~barrier.members >> i & 1) continue;
+            machine.warps[i].knows = all;
+            machine.warps[i].waiting = false;
+        }
+        barrier.waiting = 0;
+        barrier.members = 0;
+        if (!number) {
+            const int last = machine.warp;
+            extension.synchronises();  // it visits all warps
+            machine.warp = last;
             machine.step = -machine.step;
         }
-        next_warp(current());
+    }
+    next_warp(current());
+}
+inline void barrier(int line) {
+    meet(BARRIER, line, nullptr, [](Warp& warp) { arrive(warp, 0, machine.warp_count); });
+}
+struct Arrival {
+    int number, size;
+};
+inline void barrier_of(int number, int size, int line) {
+    const Arrival mine{number, size};
+    meet(BARRIER_OF, line, &mine, [](Warp& warp) {
+        const Arrival& first = *static_cast<const Arrival*>(warp.slots[0]);
+        for (const void* slot : warp.slots) {
+            const Arrival& one = *static_cast<const Arrival*>(slot);
+            if (one.number != first.number || one.size != first.size)
+                fail("at barrier %d of %d warps, where lane 0 of its warp is at barrier %d of %d", one.number, one.size,
+                     first.number, first.size);
+        }
+        if (!first.number) fail("at barrier 0, which is that of all warps");
+        arrive(warp, first.number, first.size);
     });
 }
 
@@ -353,24 +429,31 @@ inline void check_settled(const Access& access, const void* pointer, int bytes) 
         fail("offset %ld of shared memory, to which a copy is on its way that nobody has waited for",
              offset_of(pointer));
 }
+inline int* reads_of(const Access& access) { return machine.reads + (&access - machine.accesses) * machine.warp_count; }
+inline void check_written(const Access& access, const void* pointer, const Known& knows, const char* does) {
+    if (access.writer >= 0 && access.written > knows.of[access.writer])
+        fail("%s offset %ld of shared memory, which warp %d wrote since the last barrier of both", does,
+             offset_of(pointer), access.writer);
+}
 inline void reading(const void* pointer, int bytes, int warp) {
-    Access& access = check_shared(pointer, bytes);
-    if (access.written == machine.phase && access.writer != warp)
-        fail("reads offset %ld of shared memory, which warp %d wrote since the last barrier", offset_of(pointer),
-             access.writer);
+    const Access& access = check_shared(pointer, bytes);
+    Known& knows = machine.warps[warp].knows;
+    check_written(access, pointer, knows, "reads");
     check_settled(access, pointer, bytes);
-    access.reader = access.read == machine.phase && access.reader != warp ? -1 : warp;
-    access.read = machine.phase;
+    reads_of(access)[warp] = ++knows.of[warp];
 }
 inline Access& writing(const void* pointer, int bytes, int warp) {
     Access& access = check_shared(pointer, bytes);
-    if ((access.written == machine.phase && access.writer != warp) ||
-        (access.read == machine.phase && access.reader != warp))
-        fail("writes offset %ld of shared memory, where another warp wrote or read since the last barrier",
-             offset_of(pointer));
+    Known& knows = machine.warps[warp].knows;
+    check_written(access, pointer, knows, "writes");
+    const int* reads = reads_of(access);
+    for (int i = 0; i < machine.warp_count; ++i)
+        if (reads[i] > knows.of[i])
+            fail("writes offset %ld of shared memory, which warp %d read since the last barrier of both",
+                 offset_of(pointer), i);
     check_settled(access, pointer, bytes);
-    access.writer = warp;
-    access.written = machine.phase;
+    access.writer = static_cast<short>(warp);
+    access.written = ++knows.of[warp];
     return access;
 }
 
@@ -421,10 +504,14 @@ const char* run(void (*kernel)(Parameters...), void** parameters, const Launch& 
     const int units = launch.shared_bytes / 16 + 1;
     machine.shared = static_cast<char*>(aligned_alloc(1024, (launch.shared_bytes + 2047) / 1024 * 1024));
     machine.accesses = static_cast<Access*>(malloc(units * sizeof(Access)));
+    const size_t read_bytes = size_t(units) * machine.warp_count * sizeof(int);
+    machine.reads = static_cast<int*>(malloc(read_bytes));
     for (machine.block = 0; machine.block < launch.blocks && !machine.error[0]; ++machine.block) {
         memset(machine.shared, 0xff, launch.shared_bytes);
         memset(machine.accesses, 0xff, units * sizeof(Access));
-        machine.waiting = machine.ended = machine.phase = 0;
+        memset(machine.reads, 0, read_bytes);
+        memset(machine.barriers, 0, sizeof machine.barriers);
+        machine.ended = 0;
         machine.step = 1;
         machine.warp = 0;
         extension.begins();
@@ -433,6 +520,7 @@ const char* run(void (*kernel)(Parameters...), void** parameters, const Launch& 
             warp.arrived = warp.idle = 0;
             warp.lane = 0;
             warp.waiting = warp.ended = false;
+            warp.knows = {};
             for (int lane = 0; lane < LANES; ++lane) {
                 prepare(warp.lanes[lane], machine.stacks + size_t(STACK) * (i * LANES + lane), thread_main);
                 machine.pending[i * LANES + lane] = 0;
@@ -442,6 +530,7 @@ const char* run(void (*kernel)(Parameters...), void** parameters, const Launch& 
     }
     free(machine.shared);
     free(machine.accesses);
+    free(machine.reads);
     return machine.error[0] ? machine.error : nullptr;
 }
 

@@ -123,9 +123,19 @@ class Kernels:
 
 
 def forward(
-    kernels: Kernels, choose: Choose, call: Call, query: Queries, key: Keys, value: Keys, **visits: Tensor
+    kernels: Kernels,
+    choose: Choose,
+    call: Call,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    *,
+    describe: Callable[..., Iterator[Launch]] | None = None,
+    **visits: Tensor,
 ) -> tuple[Queries, Rows]:
     """Runs the forward and returns (out, lse).
+
+    describe: describes the launches in place of `forward_launches`, with the same arguments.
 
     query, out: [batch, heads, queries, dim]. key, value: [batch, kv_heads, keys, dim].
     lse: [batch, heads, queries], float32, natural logarithm.
@@ -137,7 +147,7 @@ def forward(
     sign = Scale.of(call.scale).sign
     out, lse = room_for(query), query.new_empty(query.shape[:3], dtype=torch.float32)
     launch(
-        forward_launches,
+        describe or forward_launches,
         *(kernels, choose, call.unseeded),
         query=query if sign == 1 else query * sign,
         key=key,

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashproof.impls.triton import interpreting
 from flashproof.impls.triton.primitives import INTERPRETED, loadable
@@ -67,7 +66,7 @@ class Plan:
     # The places and names of what differs:
     numbers: list[tuple[int, str]]
     pointers: list[tuple[int, str]]
-    descriptors: list[tuple[int, str, dict[str, Any]]]  # tensors that are passed as descriptors, with the other fields
+    descriptors: list[tuple[int, str, type, dict[str, Any]]]  # of tensors: their class, and their other fields
 
     @classmethod
     def of(cls, launch: Launch, device: torch.device) -> "Plan":
@@ -75,8 +74,8 @@ class Plan:
         plan = cls(_compiled(launch, device), [None] * len(launch.arguments), [], [], [])
         for place, name in enumerate(launch.kernel.arg_names):
             argument = launch.arguments[name]
-            if isinstance(argument, TensorDescriptor):
-                plan.descriptors.append((place, name, vars(argument) | {"base": None}))
+            if _describes(argument):
+                plan.descriptors.append((place, name, type(argument), vars(argument) | {"base": None}))
             elif isinstance(argument, Tensor):
                 plan.pointers.append((place, name))
             elif name in _NUMBERS:
@@ -92,9 +91,10 @@ class Plan:
             arguments[place] = given[name]
         for place, name in self.pointers:
             arguments[place] = _pointer(given[name])
-        for place, name, fields in self.descriptors:
-            # TensorDescriptor() would check again what it has checked for the launch.
-            arguments[place] = descriptor = object.__new__(TensorDescriptor)
+        for place, name, kind, fields in self.descriptors:
+            # kind() would check again what it has checked for the launch.
+            descriptor: Any = object.__new__(kind)
+            arguments[place] = descriptor
             vars(descriptor).update(fields, base=given[name])
         self.start(*arguments)
 
@@ -107,9 +107,14 @@ def _pointer(tensor: Tensor) -> Tensor | int:
     return tensor if INTERPRETED.value else tensor.data_ptr()
 
 
+def _describes(argument: Any) -> bool:
+    """Returns whether an argument is a descriptor. Triton and Gluon have a class each."""
+    return hasattr(argument, "block_shape")
+
+
 def _tensor_of(argument: Any) -> Any:
     """Returns the tensor that a descriptor describes, and any other argument itself."""
-    return argument.base if isinstance(argument, TensorDescriptor) else argument
+    return argument.base if _describes(argument) else argument
 
 
 def _compiled(launch: Launch, device: torch.device) -> Callable[..., object]:

@@ -479,10 +479,10 @@ def with_descriptors(arguments: dict[str, Any], rows: Mapping[str, int]) -> dict
     if query.dtype.itemsize > 2 or chip_of(query) == "other":
         return arguments
     dim = arguments["PADDED_DIM"]
-    return arguments | {name: _descriptor(arguments[name], length, dim) for name, length in rows.items()}
+    return arguments | {name: descriptor_of(arguments[name], length, dim) for name, length in rows.items()}
 
 
-def _descriptor(tensor: Tensor, rows: int, dim: int) -> TensorDescriptor:
+def descriptor_of(tensor: Tensor, rows: int, dim: int) -> TensorDescriptor:
     """Returns a descriptor of tiles of `rows` rows and `dim` columns.
 
     The tensor is [batch, heads, length, dim], or [batch, heads, length] with heads that are `in_fours` apart.

@@ -36,6 +36,8 @@ def test_answers(subject: Subject) -> None:
             continue
         is_finite = all(tensor.isfinite().all() for tensor in first.tensors.values())
         subject.expect(is_finite, case, "the answer to an ordinary input holds NaN or infinity")
+        for answer, which in ((first, "first"), (second, "second")):
+            subject.judge_answer(answer, case, subject.tensors, note=f"the {which} of two calls")
         # The first call may import modules that add warning filters. So only the second call must change no state.
         subject.expect(not second.changed, case, f"the call changed {', '.join(second.changed)}")
 
@@ -74,15 +76,18 @@ def test_calls_agree(subject: Subject) -> None:
 
 @check("contract", grid=grids.where(most=2), claims=("backward",))
 def test_changed_in_place(subject: Subject) -> None:
-    """If the output or an input is changed between forward and backward, the backward raises or is still right."""
+    """If an input, the output or the LSE is changed between forward and backward, the backward raises or is right."""
     for case in subject.cases:
-        for number, name in enumerate(("query", "key", "value", "out")):
+        for name in ("query", "key", "value", "out", "lse"):
             call = subject.forward(case, inputs(case, subject.device))
             if call is None or not call.carries_gradient:
                 subject.backward(call)  # records a missing gradient
                 break
+            tensors = {**dict(zip(("query", "key", "value"), call.leaves, strict=True)), **call.tensors}
+            if name not in tensors:
+                continue
             with torch.no_grad():
-                (*call.leaves, call.tensors["out"])[number].mul_(2.0)
+                tensors[name].mul_(2.0)
             try:
                 answer = subject.backward(call.renewed())
             except Withheld:

@@ -4,8 +4,11 @@ A kernel must spill no register up to head dim 128, and must fit the shared memo
 
 The jobs for sm_90 cover every padded head dim, and a head dim that is smaller than its tile. A kernel is the same for
 calls with and without a causal mask. The other targets, and bfloat16, differ only in the instructions of the matrix
-units, so a few jobs are enough for them.
+units, so a few jobs are enough for them. An implementation whose module names its targets (`TARGETS`) has jobs for
+these alone, and each has jobs for the dtypes that it takes alone.
 """
+
+import importlib
 
 import pytest
 
@@ -19,13 +22,16 @@ pytest.importorskip("triton", reason="Triton: not installed")
 
 def jobs(name: str) -> list[Job]:
     """Returns the jobs of one implementation."""
-    return [
+    module = importlib.import_module(catalogue.CATALOGUE[name].partition(":")[0])
+    targets, dtypes = getattr(module, "TARGETS", tuple(SHARED_LIMIT)), catalogue.load(name).supports.dtypes
+    every = [
         *(Job(name, "sm_90", "float16", dim, causal=True) for dim in (64, 96, 128, 256)),
         *(Job(name, "sm_90", "float32", dim, causal=True) for dim in (64, 128)),
         *(Job(name, target, "bfloat16", 128, causal=True) for target in SHARED_LIMIT),
         *(Job(name, target, "bfloat16", 64, causal=True) for target in ("sm_80", "sm_100")),
         *(Job(name, target, "float32", 128, causal=True) for target in ("sm_80", "sm_100")),
     ]
+    return [job for job in every if job.target in targets and job.dtype in dtypes]
 
 
 @pytest.mark.timeout(600)

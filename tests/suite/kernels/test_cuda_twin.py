@@ -217,6 +217,55 @@ FAULT(is_right) {
     }
     x[thread_index()] = sum;
 }
+DEVICE int partner() { return thread_index() ^ 32; }
+FAULT(waits_alone) { if (warp_index() == 0) barrier_of<64>(1); }
+FAULT(lanes_at_two_numbers) { barrier_of<64>(1 + lane_index() / 31); }
+FAULT(warps_at_two_sizes) { if (warp_index() == 0) barrier_of<64>(1); else barrier_of<96>(1); }
+FAULT(number_of_the_block) { barrier_of<64>(0); }
+FAULT(number_past) { barrier_of<64>(16); }
+FAULT(one_number_for_two_pairs) {
+    write(numbers() + thread_index(), 1.0f);
+    barrier_of<64>(1);
+    x[thread_index() % 64] = read(numbers() + partner());
+}
+FAULT(reads_of_the_other_pair) {
+    write(numbers() + thread_index(), 1.0f);
+    barrier_of<64>(1 + warp_index() / 2);
+    x[thread_index() % 64] = read(numbers() + (thread_index() ^ 64));
+}
+FAULT(overwrites_in_a_pair) {
+    for (int i = 0; i < 2; ++i) {
+        write(numbers() + thread_index(), 1.0f);
+        barrier_of<64>(1 + warp_index() / 2);
+        x[thread_index() % 64] = read(numbers() + partner());
+    }
+}
+FAULT(overwrites_after_another_pair) {
+    const float first = read(numbers());
+    barrier_of<64>(1 + warp_index() / 2);
+    if (thread_index() == 0) write(numbers(), first);
+}
+FAULT(pairs_are_right) {
+    for (int i = 0; i < 2; ++i) {
+        write(numbers() + thread_index(), x[thread_index()]);
+        barrier_of<64>(1 + warp_index() / 2);
+        const float other = read(numbers() + partner());
+        barrier_of<64>(1 + warp_index() / 2);
+        write(numbers() + partner(), other);  // all reads of the pair are over
+        barrier();
+        x[thread_index()] = read(numbers() + (thread_index() ^ 64));
+        // Other pairs may take a number after a barrier of all. The last warp learns of the first one from the others.
+        if (thread_index() == 0) write(numbers() + 128, 1.0f + i);
+        if (warp_index() <= 1) barrier_of<64>(3);
+        if (warp_index() >= 1 && warp_index() <= 2) barrier_of<64>(2);
+        if (warp_index() >= 2) barrier_of<64>(4);
+        if (thread_index() == 127) x[size] = read(numbers() + 128);
+        barrier();
+    }
+}
+EXPORT(waits_alone) EXPORT(lanes_at_two_numbers) EXPORT(warps_at_two_sizes) EXPORT(number_of_the_block) \
+EXPORT(number_past) EXPORT(one_number_for_two_pairs) EXPORT(reads_of_the_other_pair) EXPORT(overwrites_in_a_pair) \
+EXPORT(overwrites_after_another_pair) EXPORT(pairs_are_right)
 EXPORT(reads_past) EXPORT(writes_before) EXPORT(copies_past) EXPORT(copies_askew) EXPORT(leaves_shared_memory) \
 EXPORT(some_at_a_barrier)
 EXPORT(warps_at_a_barrier) EXPORT(lanes_part) EXPORT(races) EXPORT(overwrites) EXPORT(never_writes) EXPORT(never_sets) \
@@ -233,6 +282,12 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("twin") / "faults.cu"
     path.write_text(FAULTS)
     return path
+
+
+RACE = (
+    r"reads offset \d+ of shared memory, which warp \d wrote since the last barrier of both"
+    r"|writes offset \d+ of shared memory, which warp \d (read|wrote) since the last barrier of both"
+)
 
 
 @pytest.mark.parametrize(
@@ -270,12 +325,26 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("reads_before_the_wait", 1, 128, r"thread 0: offset 0 of shared memory, to which a copy is on its way"),
         ("writes_before_the_wait", 1, 128, r"thread 0: offset 0 of shared memory, to which a copy is on its way"),
         ("others_read_before_the_wait", 2, 512, r"offset \d+ of shared memory, to which a copy is on its way"),
-        ("races", 2, 256, r"wrote since the last barrier|wrote or read since the last barrier"),
-        ("overwrites", 2, 256, r"wrote since the last barrier|wrote or read since the last barrier"),
+        ("races", 2, 256, RACE),
+        ("overwrites", 2, 256, RACE),
+        ("waits_alone", 2, 0, r"1 of 2 warps wait at barrier 1 of line \d+, which the others never reach"),
+        (
+            "lanes_at_two_numbers",
+            2,
+            0,
+            r"thread 31: at barrier 2 of 2 warps, where lane 0 of its warp is at barrier 1 of 2",
+        ),
+        ("warps_at_two_sizes", 2, 0, r"at barrier 1 of 3 warps, where other warps wait at it as one of 2"),
+        ("number_of_the_block", 2, 0, r"at barrier 0, which is that of all warps"),
+        ("number_past", 2, 0, r"at barrier 16, where a block has 16"),
+        ("one_number_for_two_pairs", 4, 512, r"at barrier 1, which warp \d has passed without this warp"),
+        ("reads_of_the_other_pair", 4, 512, RACE),
+        ("overwrites_in_a_pair", 4, 512, RACE),
+        ("overwrites_after_another_pair", 4, 512, RACE),
     ],
 )
 def test_a_fault_is_reported(faults: Path, kernel: str, warps: int, shared_bytes: int, words: str) -> None:
-    with pytest.raises(CudaError, match=rf"{words}.*faults\.cu {kernel} <<<2, {32 * warps}, {shared_bytes}>>>"):
+    with pytest.raises(CudaError, match=rf"({words}).*faults\.cu {kernel} <<<2, {32 * warps}, {shared_bytes}>>>"):
         run(faults, kernel, torch.zeros(64), blocks=2, warps=warps, shared_bytes=shared_bytes, size=64)
 
 
@@ -291,6 +360,14 @@ def test_a_right_kernel_passes(faults: Path) -> None:
     x = torch.arange(64.0)
     run(faults, "is_right", x, warps=2, shared_bytes=512)
     assert torch.equal(x, (torch.arange(64.0) + 32) % 64 + 1)
+
+
+def test_right_pairs_pass(faults: Path) -> None:
+    """Pairs of warps have barriers of their own. What a warp knows of others, it passes on."""
+    x = torch.arange(129.0)
+    run(faults, "pairs_are_right", x, warps=4, shared_bytes=1024, size=128)
+    once = (torch.arange(128) ^ 64).float()
+    assert torch.equal(x, torch.cat([once[torch.arange(128) ^ 64], torch.tensor([2.0])]))
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,16 @@ from flashproof.impls.triton.primitives import INTERPRETED  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED.value else "cuda"
 SHAPE = (1, 2, 16, 24)
-NAMES = catalogue.names(["triton.*"])
+NAMES = [name for name in catalogue.names(["triton.*"]) if DEVICE in catalogue.load(name).supports.devices]
 EVERY = pytest.mark.parametrize("name", NAMES)
+WITH_DROPOUT = [name for name in NAMES if catalogue.load(name).supports.dropout]
 
 
 @pytest.fixture(autouse=True)
-def plans() -> Iterator[None]:
+def plans(request: pytest.FixtureRequest) -> Iterator[None]:
     """Begins each test without plans."""
-    if reason := catalogue.load(NAMES[0]).missing("cuda" if DEVICE == "cuda" else "cpu"):
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    if reason := catalogue.load(parameters.get("name", "triton.fa2")).missing("cuda" if DEVICE == "cuda" else "cpu"):
         pytest.skip(reason)
     with mock.patch.dict(launching._PLANS, clear=True):
         yield
@@ -117,7 +119,7 @@ def kernels(name: str, given: list[Tensor], **options: Any) -> list[tuple[Any, d
     ]
 
 
-@EVERY
+@pytest.mark.parametrize("name", WITH_DROPOUT)
 def test_a_plan_holds_no_seed(name: str) -> None:
     """Calls with other seeds share plans, and drop other weights."""
     seeds = (1, 2**63 + 1)

@@ -35,13 +35,13 @@ def test_the_forms_of_a_layout(layout: str, expected: set[tuple[int, ...]]) -> N
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_offset_is_of_one_element_or_of_eight_bytes(dtype: str) -> None:
+def test_an_offset_is_of_one_element_or_of_8_or_16_bytes(dtype: str) -> None:
     size = 4 if dtype == "float32" else 2
     addresses = {
-        inputs(Case.parse(f"b1 h1 q4 k4 d8 {dtype} v.offset seed{seed}")).value.storage_offset() * size % 16
-        for seed in range(2)
+        inputs(Case.parse(f"b1 h1 q4 k4 d8 {dtype} v.offset seed{seed}")).value.storage_offset() * size % 64
+        for seed in range(FORMS)
     }
-    assert addresses == {size, 8}
+    assert addresses == {size, 8, 16}
 
 
 def test_the_loss_leaves_out_single_groups_of_rows_or_a_prompt() -> None:
