@@ -36,11 +36,11 @@ class Exact:
     answer: Attention
     error: Attention  # the error of the oracle itself
     bound: Attention
-    statistical: Attention  # the probabilistic bound without 16-bit casts: the unit of the bias, or a part of it
     gates: bool  # whether the probabilistic bound decides too
     even: tuple[TensorName, ...]  # the tensors in which a correct kernel makes errors of both signs: a bias is a fault
     certainty: Certainty
-    # Few verdicts need these, so they are computed on demand.
+    # Few verdicts need these, so they are computed on demand. In float32, most need the first.
+    statistical: Callable[[], Attention]  # the probabilistic bound without 16-bit casts
     casts: Callable[[], list[Attention]]  # what roundings to nearest do, of the weights and of the output in delta
     lost: Callable[[], Attention]  # the small terms that sums may lose; added to the probabilistic bound
     lost_at: Callable[[TensorName, tuple[int, ...]], float]  # the same for one element, which takes less time
@@ -52,7 +52,7 @@ class Exact:
             answer=_on_cpu(self.answer),
             error=_on_cpu(self.error),
             bound=_on_cpu(self.bound),
-            statistical=_on_cpu(self.statistical),
+            statistical=lambda: _on_cpu(self.statistical()),
             casts=lambda: [_on_cpu(each) for each in self.casts()],
             lost=lambda: _on_cpu(self.lost()),
         )
@@ -71,7 +71,7 @@ class Exact:
             answer=multiple(self.answer),
             error=larger(self.error),
             bound=larger(self.bound),
-            statistical=larger(self.statistical),
+            statistical=lambda: larger(self.statistical()),
             casts=lambda: [multiple(each) for each in self.casts()],
             lost=lambda: larger(self.lost()),
             lost_at=lambda name, index: abs(factor) * self.lost_at(name, index),
@@ -208,26 +208,34 @@ def exact_of(
     gradients are asked for; otherwise they are 0.
     """
     claim = bounds.Claim(arithmetic)
-    claims = [claim, bounds.without_casts(claim)]
-    share = None if enclosed else bounds.share(problem, bounds.FLOAT64, claims[1])
+    of_chance = bounds.without_casts(claim)
+    is_needed = problem.query.dtype == torch.float32  # in 16 bit, only a bias may need it
+    claims = [claim, of_chance] if is_needed else [claim]
+    share = None if enclosed else bounds.share(problem, bounds.FLOAT64, claims[-1])
     if not enclosed and share is None:
         claims.append(bounds.FLOAT64)
     evaluation = bounds.evaluate(problem, claims, backward=backward)
-    bound, statistical, *own = evaluation.bounds
+    bound, own = evaluation.bounds[0], evaluation.bounds[-1]
+
+    def statistical() -> Attention:
+        if is_needed:
+            return evaluation.bounds[1]
+        return bounds.evaluate(problem, [of_chance], backward=backward).bounds[0]
+
     if enclosed:
         device = problem.query.device
         answer, error = (_each(part, lambda tensor: tensor.to(device)) for part in enclosed)
     else:
         answer = evaluation.answer
-        error = own[0] if share is None else _each(statistical, lambda tensor: share * tensor)
+        error = own if share is None else _each(own, lambda tensor: share * tensor)
     return Exact(
         answer,
         error,
         bound,
-        statistical,
         bounds.has_statistical_gate(problem, arithmetic),
         _even(problem, arithmetic),
         "certified" if enclosed else "bounded",
+        cache(statistical),
         cache(lambda: bounds.casts(problem, arithmetic, backward=backward)),
         cache(lambda: stagnation.lost(problem, backward=backward)),
         partial(stagnation.lost_at, problem),
@@ -391,11 +399,9 @@ def worst_row(verdicts: Sequence[Judged]) -> tuple[int, int, int] | None:
 
 def judge_tensor(actual: Tensor, name: TensorName, truth: Exact) -> Judged:
     """The verdict on one tensor of an answer, on the device of the exact result."""
-    true, error, bound, statistical = (
-        getattr(part, name) for part in (truth.answer, truth.error, truth.bound, truth.statistical)
-    )
+    true, error, bound = (getattr(part, name) for part in (truth.answer, truth.error, truth.bound))
     rho = verdict.rho(actual, true, bound, error)
-    of_chance = verdict.rho(actual, true, statistical, error) if truth.gates else None
+    of_chance = verdict.rho(actual, true, getattr(truth.statistical(), name), error) if truth.gates else None
     if of_chance and rho.value <= 1.0 < of_chance.value < math.inf:
         of_chance = _of_chance(actual, name, truth, of_chance)
     return Judged(
@@ -415,7 +421,7 @@ def _of_chance(actual: Tensor, name: TensorName, truth: Exact, without: verdict.
     The amounts take long, so the element with the largest rho comes first. If it fails, its rho is the result, although
     that of another element may be larger. without: the rho without these amounts.
     """
-    true, error, bound = (getattr(part, name) for part in (truth.answer, truth.error, truth.statistical))
+    true, error, bound = (getattr(part, name) for part in (truth.answer, truth.error, truth.statistical()))
     index = without.worst.index
     of_one = torch.full_like(bound, math.inf)
     of_one[index] = bound[index] + truth.lost_at(name, index)
@@ -436,12 +442,17 @@ def elements(actual: Tensor, name: TensorName, truth: Exact) -> Elements:
 
 
 def _bias(actual: Tensor, name: TensorName, truth: Exact) -> verdict.Bias | None:
-    """The bias of one tensor. The casts explain a part of it, and are computed only if it is too large without them."""
-    true, statistical = getattr(truth.answer, name), getattr(truth.statistical, name)
-    found = verdict.bias(actual, true, statistical)
-    if not (found and found.leans):
-        return found
-    return verdict.bias(actual, true, statistical, [getattr(each, name) for each in truth.casts()])
+    """The bias of one tensor.
+
+    In 16 bit, float32 and the casts explain a part of it. That part is computed only if the bias is too large without.
+    """
+    true = getattr(truth.answer, name)
+    if actual.dtype in (torch.float16, torch.bfloat16):
+        found = verdict.bias(actual, true)
+        if not (found and found.leans):
+            return found
+    casts = [getattr(each, name) for each in truth.casts()]
+    return verdict.bias(actual, true, getattr(truth.statistical(), name), casts)
 
 
 PARTS = 16  # of rows and of columns, at most

@@ -129,7 +129,7 @@ class _Truth:
     @cached_property
     def of_chance(self) -> tuple[Tensor, ...]:
         """The probabilistic bounds: without the small terms that sums may lose, and with them."""
-        bound = self.of(self.truth.statistical)
+        bound = self.of(self.truth.statistical())
         return bound, bound + self.truth.lost_at(self.name, self.index)
 
 

@@ -619,10 +619,10 @@ PLAIN_CASES = (
 )
 # Ordinary sizes that are too large for the array, in each dtype: a batch of images, a batch of texts, an image that
 # attends to a text, a long text with grouped heads, and one query whose scores are all very negative. Beside them, one
-# query that sees only the first of many keys, more than 65,535 rows of queries, and the layers of a deep network: while
-# tensors are small, many calls can wait for their backward. Then batches of texts with grouped heads, in four ways of
-# calling; many heads, many sequences, and the heads of a small model; a short last part of many keys; and more than 128
-# rows of queries that share one key head.
+# query that sees only the first of many keys, and the layers of a deep network: while tensors are small, many calls can
+# wait for their backward. Then batches of texts with grouped heads, in four ways of calling; many heads, many
+# sequences, and the heads of a small model; a short last part of many keys; and more than 128 rows of queries that
+# share one key head.
 LARGE_CASES = (
     "b3 h8 q197 k197 d64",
     "b2 h2 q520 k520 d16 causal",
@@ -630,7 +630,6 @@ LARGE_CASES = (
     "b1 h2/1 q800 k800 d16 causal inference",
     "b1 h1 q1 k600 d64 shift-10000 inference",
     "b1 h2 q1 k100 d64 causal inference",
-    "b8 h96 q90 k66 d8",
     "b1 h2/1 q66 k66 d64 causal two-forwards seed1",
     "b1 h1 q16 k16 d16 two-forwards",
     "b2 h4/2 q300 k300 d16 causal",
@@ -645,9 +644,10 @@ LARGE_CASES = (
     "b1 h2 q8 k1155 d64 causal-br inference",
     "b1 h71/1 q4 k200 d64 causal-br inference",
 )
-# The same, each in one dtype, because they take longer: more tiles than the units of a GPU, long sequences with several
-# heads, and generation after long texts.
+# The same, each in one dtype, because they take longer: more than 65,535 rows of queries, more tiles than the units of
+# a GPU, long sequences with several heads, and generation after long texts.
 LONGER_CASES = (
+    "b8 h96 q90 k66 d8 float32",
     "b5 h27 q128 k128 d64 causal bfloat16",
     "b1 h4/1 q600 k600 d128 causal float16",
     "b1 h2 q1100 k1100 d64 float32",
@@ -741,7 +741,7 @@ class Room:
 
 
 Effort = Literal["quick", "default", "thorough"]
-_OF_A_CPU = Room(work=2.0**25.5, numbers=2.0**18.5, many=2.0**21.5, cases=600, shows="tensors")
+_OF_A_CPU = Room(work=2.0**25.1, numbers=2.0**18.1, many=2.0**21.5, cases=600, shows="tensors")
 _OF_A_GPU = replace(_OF_A_CPU, shows="directions")
 _FEW_DIMS = ("64", "16", "32", "40", "128", "256", "odd")  # the head dims of the grids, and a few more
 _OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS, odd=33, common=False)

@@ -266,7 +266,8 @@ def sums_equal_terms(problem: Problem) -> tuple[bool, bool]:
     """
 
     def is_constant(tensor: Tensor) -> bool:
-        return tensor.shape[2] > 1 and bool((tensor == tensor[:, :, :1]).all())
+        first, last = tensor[:, :, :1], tensor[:, :, -1:]
+        return tensor.shape[2] > 1 and torch.equal(first, last) and bool((tensor == first).all())
 
     query, key, flat = problem.query, problem.key, has_equal_weights(problem)
     over_keys = is_constant(problem.value) and (flat or is_constant(key))
@@ -538,6 +539,15 @@ class _Parts:
         return error
 
 
+def _small_expm1(x: Tensor) -> Tensor:
+    """An upper bound of exp(x) - 1 for 0 <= x < 1, and 0 at -inf: x + x^2 / 2 + x^3 / 4. Overwrites x.
+
+    The rest of the series after x^2 / 2 is at most (e - 5/2) x^3. For small x this is much faster than expm1.
+    """
+    x.clamp_(min=0.0)
+    return x.addcmul_(x, (x * 0.25).add_(0.5).mul_(x))
+
+
 def _moved(rows: Rows, log_error: Tensor) -> Tensor:
     """P (exp(log_error) - 1): the largest amount by which each weight may be too large.
 
@@ -578,7 +588,7 @@ class _Sums:
         log_error = parts.log_error(u, rows.query.shape[-1])
         furthest = log_error.amax(dim=-1, keepdim=True).clamp_(min=0.0)
         # P o theta, the largest amount by which each weight may move; 0 at hidden keys
-        moved = log_error.expm1_().mul_(rows.weights) if self.is_small else _moved(rows, log_error)
+        moved = _small_expm1(log_error).mul_(rows.weights) if self.is_small else _moved(rows, log_error)
         total = moved.sum(dim=-1, keepdim=True)
         out = self._out(rows, parts, moved, total)
         lse = torch.where(total < 1.0, torch.minimum(-torch.log1p(-total.clamp(max=1.0)), furthest), furthest)
@@ -591,8 +601,8 @@ class _Sums:
             + u.u_l * parts.lse_abs
         )
         # In a row that sees no key, out is exactly 0 and lse is exactly -inf.
-        rows.write(self.bound.out, torch.where(rows.sees, out, 0.0))
-        rows.write(self.bound.lse, torch.where(rows.sees, lse, 0.0))
+        rows.write(self.bound.out, rows.if_sees(out))
+        rows.write(self.bound.lse, rows.if_sees(lse))
         if not parts.backward:
             return
         # --- backward: a kernel recomputes the weights as exp(S - L), with the error P (exp(log_error + lse) - 1)
@@ -616,16 +626,15 @@ class _Sums:
             spread = (by_square - 2.0 * rows.out * by_value + rows.out.square() * total).clamp_(min=0.0)
             apart = torch.minimum(by_abs + parts.out_abs * total, torch.sqrt(total * spread))
         else:
-            apart = (moved * rows.gain) @ parts.value_abs + parts.out_abs * total
+            by_abs = (moved * rows.gain) @ parts.value_abs
+            apart = by_abs + parts.out_abs * total
         hull = parts.out_abs + rows.largest_gain * rows.value_max
-        apart = torch.where(total < 1.0, torch.minimum(apart / (1.0 - total), hull), hull)
+        apart = self._over_rest(apart, total, hull)
         mass, cast = parts.weighted_abs, u.u_p
         underflow = u.lost * torch.exp(rows.maximum - rows.finite_lse)
         if u.is_coarse:  # the weights that are cast and summed are those that have moved
             largest = rows.largest_gain * rows.value_max
-            by_gain = moved if rows.gain is None else moved * rows.gain
-            mass = (mass + by_gain @ parts.value_abs) / (1.0 - total)
-            mass = torch.where(total < 1.0, torch.minimum(mass, largest), largest)
+            mass = self._over_rest(mass + by_abs, total, largest)
             cast *= 1.0 + u.gamma(rows.all_keys)
             underflow = torch.where(total < 1.0, underflow / (1.0 - total), u.lost)
         return (
@@ -637,6 +646,12 @@ class _Sums:
             # A kernel may round the product of each tile before it divides by the sum and by 1 - p.
             + ((u.operand + u.product_tiny * u.tiles) * rows.largest_gain + u.tiny)
         )
+
+    def _over_rest(self, of_rows: Tensor, total: Tensor, limit: Tensor) -> Tensor:
+        """of_rows / (1 - total), at most the limit. Where weights move by less than a half, total is below 1."""
+        if self.is_small:
+            return torch.minimum(of_rows / (1.0 - total), limit)
+        return torch.where(total < 1.0, torch.minimum(of_rows / (1.0 - total), limit), limit)
 
     def _backward(self, rows: Rows, parts: _Parts, moved: Tensor, out: Tensor) -> None:
         """Adds the contribution of one block of rows to the bounds of dq, dk and dv.
@@ -686,7 +701,7 @@ class _Sums:
         dropped.add_(u.eta * rows.largest_gain)
         if parts.hidden is not None:
             dropped.masked_fill_(parts.hidden, 0.0)
-        rows.write(self.bound.dq, torch.where(rows.sees, dq, 0.0))
+        rows.write(self.bound.dq, rows.if_sees(dq))
         rows.add(self.bound.dk, dscores, parts.query_abs, abs(rows.scale))
         rows.add(self.bound.dv, dropped, parts.dout_abs)
         if u.operand:  # the underflow of Q and dO; that of dS and P is in eta
@@ -705,7 +720,8 @@ class _Sums:
         of_keys = (1 + u.sixteen_bit_steps * groups) * u.tiny
         of_size = u.u_o + 2.0 * u.u_a
         # In place, because these tensors are large and needed no more.
-        bound.dq.add_(torch.where(seen, answer.dq.abs().mul_(of_size).add_(of_dq), 0.0))
+        last_of_dq = answer.dq.abs().mul_(of_size).add_(of_dq)
+        bound.dq.add_(last_of_dq if bool(seen.all()) else torch.where(seen, last_of_dq, 0.0))
         bound.dk.add_(answer.dk.abs().mul_(of_size)).add_(of_keys).add_(over_queries * scaled)
         bound.dv.add_(answer.dv.abs().mul_(u.u_o)).add_(of_keys).add_(over_queries * gain)
         for tensor in (bound.out, bound.lse, bound.dq, bound.dk, bound.dv):

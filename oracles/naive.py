@@ -8,6 +8,7 @@ implementation, with the claim `bounds.FLOAT64`.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -71,15 +72,24 @@ class Rows:
         """P after dropout."""
         return self.weights if self.gain is None else self.weights * self.gain
 
-    @property
+    @cached_property
     def sees(self) -> Bool[Tensor, "kv_heads rows 1"]:
         """Whether a row sees at least one key."""
         return self.lse != -math.inf
 
-    @property
+    @cached_property
+    def all_see(self) -> bool:
+        """Whether every row sees at least one key."""
+        return self.visible is None or bool(self.sees.all())
+
+    def if_sees(self, of_rows: Float[Tensor, "kv_heads rows dim"]) -> Float[Tensor, "kv_heads rows dim"]:
+        """These numbers, but 0 in a row that sees no key."""
+        return of_rows if self.all_see else torch.where(self.sees, of_rows, 0.0)
+
+    @cached_property
     def finite_lse(self) -> Float[Tensor, "kv_heads rows 1"]:
         """L, but 0 in a row that sees no key."""
-        return torch.where(self.lse.isfinite(), self.lse, 0.0)
+        return self.if_sees(self.lse)
 
     def slopes(self) -> "Slopes":
         """Computes the backward matrices of these rows."""
@@ -107,10 +117,10 @@ class Rows:
     ) -> None:
         """Adds factor (of_scores^T of_rows) to a tensor of all keys.
 
-        The code computes the transpose of this product, because BLAS then takes half as long.
+        The code computes the transpose of this product, because BLAS then takes half as long. BLAS also adds it.
         """
         of_keys = whole.flatten(0, 1)[self.kv_heads, : self.key.shape[1]]
-        of_keys.add_((of_rows.mT @ of_scores).mT, alpha=factor)
+        of_keys.mT.baddbmm_(of_rows.mT, of_scores, alpha=factor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,12 +211,12 @@ def _rows(
 
     scores = (query @ key.mT).mul_(problem.scale)
     hidden = None if visible is None else ~visible
-    maximum = (scores if hidden is None else scores.masked_fill(hidden, -math.inf)).amax(dim=-1, keepdim=True)
+    shown = scores if hidden is None else scores.masked_fill(hidden, -math.inf)
+    maximum = shown.amax(dim=-1, keepdim=True)
     empty = maximum == -math.inf
     maximum = maximum.masked_fill(empty, 0.0)
-    weights = (scores - maximum).exp_()
+    weights = (shown - maximum).exp_()
     if hidden is not None:
-        weights.masked_fill_(hidden, 0.0)
         scores.masked_fill_(hidden, 0.0)
     total = weights.sum(dim=-1, keepdim=True)
     weights /= total.masked_fill(empty, 1.0)

@@ -247,9 +247,9 @@ class _Adding:
         dv = weights_squares * of_weights + self.underflow * visible
 
         # In a row that sees no key, out is exactly 0 and lse is exactly -inf.
-        rows.write(self.answer.out, torch.where(rows.sees, out, 0.0))
-        rows.write(self.answer.lse, torch.where(rows.sees, lse, 0.0))
-        rows.write(self.answer.dq, torch.where(rows.sees, rows.scale**2 * dq, 0.0))
+        rows.write(self.answer.out, rows.if_sees(out))
+        rows.write(self.answer.lse, rows.if_sees(lse))
+        rows.write(self.answer.dq, rows.if_sees(rows.scale**2 * dq))
         rows.add(self.answer.dk, dk, query_squares, rows.scale**2)
         rows.add(self.answer.dv, dv, dout_squares)
         every_key = torch.ones_like(rows.weights[..., :1])

@@ -83,7 +83,8 @@ def test_changed_in_place(subject: Subject) -> None:
             if call is None or not call.carries_gradient:
                 subject.backward(call)  # records a missing gradient
                 break
-            tensors = {**dict(zip(("query", "key", "value"), call.leaves, strict=True)), **call.tensors}
+            tensors = {"query": call.leaves[0], "key": call.leaves[1], "value": call.leaves[2]}
+            tensors |= {str(of): tensor for of, tensor in call.tensors.items()}
             if name not in tensors:
                 continue
             with torch.no_grad():

@@ -152,7 +152,7 @@ def test_a_sum_of_equal_terms_has_a_bias_and_passes() -> None:
         for weights, dout in zip(rows.dropped_weights[0].float(), rows.dout[0].float(), strict=True):
             dv += weights[:, None] * dout
     dv = dv[None, None]
-    bias = verdict.bias(dv, truth.answer.dv, truth.statistical.dv)
+    bias = verdict.bias(dv, truth.answer.dv, truth.statistical().dv)
     assert bias is not None
     assert bias.leans  # so this right kernel would fail
     assert judging.judge_tensor(dv, "dv", truth).passed
