@@ -163,7 +163,10 @@ def bias(
     float32_bound: the statistical bound without casts. For float32, it is the unit. In 16 bit, the allowance grows by
         this bound, because the error of a row's maximum or LSE has one sign for the whole row. Without it, the
         allowance is too small: a bias inside it needs no further judgement.
-    casts: the errors that rounding the weights to nearest makes on this input. The allowance grows by their bias.
+    casts: the errors that rounding the weights to nearest makes on this input. The allowance grows by their bias, which
+        may be larger after the last rounding than before it. Example: with equal weights, and output gradients of 0 and
+        1, all dV are multiples of one number. If this number is nearly a multiple of a unit in the last place, a small
+        error moves most dV across the middle between two numbers, or none.
     """
     rows = exact.reshape(-1, exact.shape[-1])
     if min(rows.shape) < BIAS_FEWEST_BLOCKS:
@@ -172,24 +175,24 @@ def bias(
     in_ulps = actual.dtype in (torch.float16, torch.bfloat16)
     of_float32 = got.new_zeros(()) if float32_bound is None else float32_bound.sum()
     unit = bounds.worst_unit(rows, actual.dtype).sum() if in_ulps else of_float32
-    beyond = got - rows.to(actual.dtype).to(torch.float64)  # the error minus that of the correctly rounded result
+    nearest = rows.to(actual.dtype).to(torch.float64)
+    beyond = got - nearest  # the error minus that of the correctly rounded result
+    errors = [cast.reshape(rows.shape) for cast in casts]
+    errors += [(rows + error).to(actual.dtype).to(torch.float64) - nearest for error in errors]
     if in_ulps:
         # Many exact results may lie in the middle between two numbers (equal weights, few different values). There, the
         # last place of float32 decides which of the two is nearest, and may do so in one direction.
         single = rows.to(torch.float32)
         lower, upper = ((single * (1.0 + step)).to(actual.dtype) for step in (-LAST_PLACE, LAST_PLACE))
-        beyond = torch.where(lower == upper, beyond, 0.0)
+        beyond, *errors = (torch.where(lower == upper, each, 0.0) for each in (beyond, *errors))
     is_finite = (got.sum() + rows.sum()).isfinite()  # a NaN or an infinity remains in a sum
     says_something = is_finite & (_distinct(rows, actual.dtype) >= BIAS_FEWEST_VALUES)
     figures = [unit, of_float32, says_something.to(torch.float64)]
     for sign in (rows.sign(), None):
-        weighted = beyond if sign is None else beyond * sign
-        own = [
-            (cast.reshape(rows.shape) if sign is None else cast.reshape(rows.shape) * sign).sum().abs()
-            for cast in casts
-        ]
+        weighted, *of_casts = (each if sign is None else each * sign for each in (beyond, *errors))
         by_row, by_column = weighted.sum(dim=1), weighted.sum(dim=0)
-        figures += [by_row.sum(), _standard_error(by_row), _standard_error(by_column), *own]
+        figures += [by_row.sum(), _standard_error(by_row), _standard_error(by_column)]
+        figures += [error.sum().abs() for error in of_casts]
     # One transfer for all figures, so that the CPU waits for the GPU only once.
     total, explained, is_judged, *signed = torch.stack(figures).tolist()
     if not is_judged or total == 0.0 or not math.isfinite(total):
@@ -200,9 +203,9 @@ def bias(
         # of that rounding then says nothing.
         return None
     leans = []
-    for lean, by_row, by_column, *of_casts in (signed[: len(signed) // 2], signed[len(signed) // 2 :]):
-        allowance = bounds.BIAS_ALLOWANCE + explained + max(of_casts, default=0.0) / total
-        leans.append(Bias(lean / total, max(by_row, by_column) / total, allowance))
+    for lean, of_rows, of_columns, *explaining in (signed[: len(signed) // 2], signed[len(signed) // 2 :]):
+        allowance = bounds.BIAS_ALLOWANCE + explained + max(explaining, default=0.0) / total
+        leans.append(Bias(lean / total, max(of_rows, of_columns) / total, allowance))
     return max(
         leans, key=lambda lean: abs(lean.value) - bounds.BIAS_STANDARD_ERRORS * lean.standard_error - lean.allowance
     )

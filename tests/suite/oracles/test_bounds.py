@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashproof import judging
 from flashproof.impls.peers import sdpa
 from flashproof.impls.spec import Arithmetic
 from flashproof.oracles import ball, bounds, naive, verdict
@@ -160,6 +161,22 @@ def test_slopes_from_cast_weights_are_no_lean(seed: int) -> None:
     assert bias is not None
     assert with_others is not None
     assert (bias.leans, with_others.leans) == (False, True)
+
+
+def test_a_cast_may_move_most_results_across_a_middle() -> None:
+    """All dV are near multiples of 1/16.2, which is nearly 4/64. The cast of equal weights has half of this bias before
+    the last rounding, and all of it after it. A kernel whose dV are one more unit too large is outside.
+    """
+    problem = problem_of("b3 h2 q2049 k18 d33 bfloat16 causal nokeys scale0 dropout0.1 do.onehot seed159")
+    truth = judging.exact_of(problem, Arithmetic(weights="input"))
+    exact, cast = truth.answer.dv, max((each.dv for each in truth.casts()), key=lambda each: float(each.sum()))
+    right = (exact + cast).to(torch.bfloat16)
+    wrong = (exact + cast + 2.0 * bounds.half_unit(exact, torch.bfloat16)).to(torch.bfloat16)
+    bias = verdict.bias(right, exact, truth.statistical().dv)
+    assert bias is not None
+    assert bias.value - bounds.BIAS_ALLOWANCE > 1.4 * float(cast.sum() / bounds.worst_unit(exact, torch.bfloat16).sum())
+    assert judging.judge_tensor(right, "dv", truth).passed
+    assert not judging.judge_tensor(wrong, "dv", truth).passed
 
 
 def test_results_in_the_middle_of_two_numbers_are_no_lean() -> None:
