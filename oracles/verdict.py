@@ -137,7 +137,7 @@ def rho(
 def _place_of_largest(tensor: Tensor) -> Tensor:
     """Where the flattened tensor has its largest number, or its first NaN. On a CPU, NumPy is six times as fast."""
     flat = tensor.flatten()
-    return flat.argmax() if flat.is_cuda else torch.tensor(flat.numpy().argmax())
+    return flat.argmax() if flat.is_cuda else torch.tensor(flat.numpy().argmax(), device="cpu")
 
 
 def missed(actual: Tensor, exact: Float[Tensor, "..."], before: Float[Tensor, "..."]) -> Tensor:
