@@ -112,7 +112,7 @@ def test_a_defect_of_some_cases(project: Path) -> None:
     )
     words = ["mine.py:causal", "-k", "over_lengths or answers", "--dtype", "fp32", "--records", "run.jsonl"]
     for levels, wanted, said in (
-        ('{mask = "causal"}', 0, "1 with a known defect"),
+        ('{mask = "causal"}', 0, "2 with a known defect"),
         ('{mask = "full"}', 1, "a wrong answer"),
     ):
         (project / "known.toml").write_text(entry(implementation='"mine.py:causal"', checks='["*"]', where=levels))
