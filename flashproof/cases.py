@@ -79,7 +79,7 @@ LAYOUTS: dict[Layout, str] = {
     "transposed": "[batch, length, heads, dim], as a projection returns it",
     "length-first": "[length, batch, heads, dim], as torch.nn.MultiheadAttention has it",
     "columns": "[batch, heads, dim, length]",
-    "cropped": "the first rows of a longer buffer, as a cache leaves them, or those after the first",
+    "cropped": "the first rows of a longer buffer, as a cache leaves them, or the rows from its second on",
     "sliced": "every second row and every second column of a larger buffer",
     "wider": "the first columns of a buffer with twice as many, or the first half of its heads",
     "expanded": "one batch entry for all, or one head for all, with a stride of 0",

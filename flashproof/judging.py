@@ -444,7 +444,8 @@ def elements(actual: Tensor, name: TensorName, truth: Exact) -> Elements:
 def _bias(actual: Tensor, name: TensorName, truth: Exact) -> verdict.Bias | None:
     """The bias of one tensor.
 
-    In 16 bit, float32 and the casts explain a part of it. That part is computed only if the bias is too large without.
+    In 16 bit, float32 and the casts explain a part of it. The code computes this part only if the bias is too large
+    without it.
     """
     true = getattr(truth.answer, name)
     if actual.dtype in (torch.float16, torch.bfloat16):

@@ -18,7 +18,7 @@ BIAS_BLOCKS = 64  # at most this many blocks of rows, or of columns, give the st
 # The smallest effective number of different results (`_distinct`). Sixteen normally distributed results count as ten.
 BIAS_FEWEST_VALUES = 8
 BIAS_SAMPLE = 1024  # about this many elements show how many results are different
-LAST_PLACE = 2.0**-23  # times a number of float32: one or two units in its last place
+LAST_PLACE = torch.finfo(torch.float32).eps  # times a number of float32: one or two units in its last place
 BIAS_FEWEST_BLOCKS = 16  # with fewer rows or columns, the standard error says too little to judge the bias
 
 

@@ -135,10 +135,9 @@ def forward(
 ) -> tuple[Queries, Rows]:
     """Runs the forward and returns (out, lse).
 
-    describe: describes the launches in place of `forward_launches`, with the same arguments.
-
     query, out: [batch, heads, queries, dim]. key, value: [batch, kv_heads, keys, dim].
     lse: [batch, heads, queries], float32, natural logarithm.
+    describe: describes the launches in place of `forward_launches`, with the same arguments.
     Raises ValueError if the scale is beyond float32.
 
     The kernel has no sign of the scale. Few calls need one, and even a product by 1 makes the kernel slower: on sm_90,
