@@ -133,7 +133,7 @@ class Judged:
 
 def exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
     """The exact result and bound that judge a case. They are cached, since many implementations and checks use them."""
-    is_long = case.batch * case.heads * case.queries * case.keys >= SCORES_FOR_A_GPU
+    is_long = _scores(case) >= SCORES_FOR_A_GPU
     about = (_of_numbers(case), arithmetic, device if is_long else "cpu")
     found = _remembered.pop(about, None) or _exact(*about)
     _remembered[about] = found  # the latest is last
@@ -170,11 +170,35 @@ def _exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
     some rows are enclosed. The result is always on the CPU, where answers are compared. Only long sequences are
     computed on a GPU: many processes share the GPU, and a small step would wait longer than it runs.
     """
-    problem = inputs(case, device).problem(case)
-    if is_certified(problem):
-        return exact_of(problem, arithmetic, _enclosed(case), backward=case.backward).on_cpu()
-    bounded = exact_of(problem, arithmetic, backward=case.backward).on_cpu()
-    return replace(bounded, certainty="sampled") if case.keys >= SAMPLED_FROM else bounded
+    problem, known = _prepared(case, device)
+    enclosed = _enclosed(case) if is_certified(problem) else None
+    found = exact_of(problem, arithmetic, enclosed, backward=case.backward, known=known).on_cpu()
+    return found if enclosed or case.keys < SAMPLED_FROM else replace(found, certainty="sampled")
+
+
+PREPARED = 2**19  # scores of all problems for which what the bounds of all claims share is cached
+_prepared_problems: dict[tuple[Case, str], tuple[Problem, bounds.Shared]] = {}
+
+
+def _prepared(case: Case, device: str) -> tuple[Problem, bounds.Shared | None]:
+    """The problem of a case, and what the bounds of all claims on it share if the problem is small.
+
+    Implementations with the same cases and different claims are verified one after another.
+    """
+    found = _prepared_problems.pop((case, device), None)
+    if found is None:
+        problem = inputs(case, device).problem(case)
+        if _scores(case) > PREPARED // 8:
+            return problem, None
+        found = problem, bounds.shared(problem, backward=case.backward)
+    _prepared_problems[case, device] = found  # the latest is last
+    while sum(_scores(case) for case, _ in _prepared_problems) > PREPARED:
+        del _prepared_problems[next(iter(_prepared_problems))]
+    return found
+
+
+def _scores(case: Case) -> int:
+    return case.batch * case.heads * case.queries * case.keys
 
 
 _certified = CERTIFIED_PRODUCTS
@@ -201,11 +225,12 @@ def exact_of(
     enclosed: tuple[Attention, Attention] | None = None,
     *,
     backward: bool = True,
+    known: bounds.Shared | None = None,
 ) -> Exact:
     """The bound of a claim around the enclosed result, or around the float64 result, which has a bound of its own.
 
     The result stays on the problem's device. enclosed: the exact result and its radii, on the CPU. backward: whether
-    gradients are asked for; otherwise they are 0.
+    gradients are asked for; otherwise they are 0. known: as in `bounds.evaluate`.
     """
     claim = bounds.Claim(arithmetic)
     of_chance = bounds.without_casts(claim)
@@ -214,7 +239,7 @@ def exact_of(
     share = None if enclosed else bounds.share(problem, bounds.FLOAT64, claims[-1])
     if not enclosed and share is None:
         claims.append(bounds.FLOAT64)
-    evaluation = bounds.evaluate(problem, claims, backward=backward)
+    evaluation = bounds.evaluate(problem, claims, backward=backward, known=known)
     bound, own = evaluation.bounds[0], evaluation.bounds[-1]
 
     def statistical() -> Attention:

@@ -98,10 +98,10 @@ class Display(Watcher):
             before = self.judged.get(place)
             if before is None or size(worst_rho(record)) > size(worst_rho(before)):
                 self.judged[place] = record
-            # In other cases an error of many ulps may be right, for example where scores are large.
-            counts = record.status == "failed" or _is_normal(record.case)
             own = *place, record.status
-            if counts and record.ulps is not None and size(record.ulps) > size(self.ulps.get(own)):
+            is_larger = size(record.ulps) > size(self.ulps.get(own))
+            # In other cases an error of many ulps may be right, for example where scores are large.
+            if record.ulps is not None and is_larger and (record.status == "failed" or _is_normal(record.case)):
                 self.ulps[own] = record.ulps
         if record.status == "failed":
             is_first = record.implementation not in self.failed

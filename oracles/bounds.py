@@ -13,7 +13,7 @@ Sources:
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -287,16 +287,36 @@ class Evaluation:
     bounds: list[Attention]
 
 
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """What the bounds of all claims on one problem share. It takes about 150 bytes for each score."""
+
+    answer: Attention  # in float64
+    blocks: "Sequence[tuple[Rows, _Parts]]"
+
+
+def shared(problem: Problem, *, backward: bool = True) -> Shared:
+    """Computes what the bounds of all claims on a problem share. backward: as in `evaluate`."""
+    answer = naive.empty_answer(problem)
+    return Shared(answer, list(_blocks(problem, answer, None, backward=backward)))
+
+
 def evaluate(
-    problem: Problem, claims: Sequence[Claim], block_scores: int | None = None, *, backward: bool = True
+    problem: Problem,
+    claims: Sequence[Claim],
+    block_scores: int | None = None,
+    *,
+    backward: bool = True,
+    known: Shared | None = None,
 ) -> Evaluation:
     """Computes the float64 answer and the bounds of some claims.
 
     claims: the result has one bound for each of them. block_scores: see `naive.row_blocks`.
-    backward: whether to compute the gradients. Otherwise the gradients of the answer are 0.
+    backward: whether to compute the gradients. Otherwise the gradients of the answer are 0. known: `shared(problem)`,
+    with the same `backward`, if it is known.
     """
     exact = [claim for claim in claims if claim.arithmetic.products != "e4m3"]
-    evaluation = _evaluate(problem, exact, block_scores, backward=backward)
+    evaluation = _evaluate(problem, exact, block_scores, backward=backward, known=known)
     others = iter(evaluation.bounds)
     return Evaluation(
         evaluation.answer,
@@ -327,18 +347,37 @@ def _around(answer: Attention, problem: Problem, claim: Claim, block_scores: int
     return replace(naive.empty_answer(problem), out=bound.out + moved("out"), lse=bound.lse + moved("lse"))
 
 
-def _evaluate(problem: Problem, claims: Sequence[Claim], block_scores: int | None, *, backward: bool) -> Evaluation:
+def _evaluate(
+    problem: Problem,
+    claims: Sequence[Claim],
+    block_scores: int | None,
+    *,
+    backward: bool,
+    known: Shared | None = None,
+) -> Evaluation:
     """As `evaluate`, in one pass over the rows, and for claims of exact inputs."""
-    answer = naive.empty_answer(problem)
+    answer = known.answer if known else naive.empty_answer(problem)
+    blocks: Iterable[tuple[Rows, _Parts]]
+    blocks = known.blocks if known else _blocks(problem, answer, block_scores, backward=backward)
     largest = largest_score(problem)
     sums = [_Sums(problem, units_of(problem, claim), largest) for claim in claims]
-    for rows in naive.row_blocks(problem, block_scores):
-        slopes = rows.slopes() if backward else None
-        naive.add_rows(answer, rows, slopes)
-        parts = _Parts(rows, slopes)
+    for rows, parts in blocks:
         for one in sums:
             one.add(rows, parts)
     return Evaluation(answer, [one.finish(answer) for one in sums])
+
+
+def _blocks(
+    problem: Problem, answer: Attention, block_scores: int | None, *, backward: bool
+) -> "Iterator[tuple[Rows, _Parts]]":
+    """Each block of rows, with what the bounds of all claims share. The results of the block are added to the answer.
+
+    backward, block_scores: as in `evaluate`.
+    """
+    for rows in naive.row_blocks(problem, block_scores):
+        slopes = rows.slopes() if backward else None
+        naive.add_rows(answer, rows, slopes)
+        yield rows, _Parts(rows, slopes)
 
 
 def casts(problem: Problem, arithmetic: Arithmetic, *, backward: bool = True) -> list[Attention]:

@@ -91,8 +91,9 @@ def _like_the_first(
     def described(self: Any, *arguments: Any) -> None:
         like = key(*arguments)
         if like in kept:
-            vars(self).update(kept[like])
-            vars(self).update(zip(own, arguments, strict=False))
+            attributes = kept[like].copy()
+            attributes.update(zip(own, arguments, strict=False))
+            self.__dict__ = attributes
         else:
             initialise(self, *arguments)
             kept[like] = {name: value for name, value in vars(self).items() if name not in own}

@@ -297,6 +297,20 @@ def test_bounds_do_not_depend_on_the_blocks_of_rows() -> None:
         assert ((getattr(whole, name) - getattr(blocked, name)).abs() <= getattr(own, name)).all(), name
 
 
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("line", ["b1 h2 q60 k50 d16 causal dropout0.2", "b2 h4/2 q20 k8 d16 causal-br x40 bfloat16"])
+def test_a_claim_leaves_what_the_claims_share_unchanged(line: str, backward: bool) -> None:
+    problem = problem_of(line)
+    claims = [Claim(Arithmetic()), Claim(Arithmetic(normaliser="lse", key_tile=16, gradients="input")), bounds.FLOAT64]
+    known = bounds.shared(problem, backward=backward)
+    for claim in [*claims, *claims]:
+        alone = bounds.evaluate(problem, [claim], backward=backward)
+        after_others = bounds.evaluate(problem, [claim], backward=backward, known=known)
+        for name in TENSORS:
+            assert torch.equal(getattr(alone.answer, name), getattr(after_others.answer, name)), name
+            assert torch.equal(getattr(alone.bounds[0], name), getattr(after_others.bounds[0], name)), name
+
+
 @pytest.mark.parametrize("line", [*LINES, "b1 h1 q60 k60 d64 x16 bfloat16", "b2 h4/2 q50 k40 d16 causal float16"])
 @pytest.mark.parametrize(
     "arithmetic", [Arithmetic(), Arithmetic(normaliser="lse", key_tile=16, gradients="input")], ids=str
