@@ -57,24 +57,28 @@ from flashproof.impls.triton.steps import attend, attended, gradients_of_keys, g
 # ---------------------------------------------------------------------------------------------------------------- tiles
 
 # The tiles on a GPU, by (bits of the dtype, largest head dim). Up to head dim 128, no register is spilled on sm_80,
-# sm_90 and sm_100, and the shared memory is within the 163 KB of sm_80. float32 products do not run on tensor cores,
-# and their operands pass through registers.
+# sm_90 and sm_100, and the shared memory is within the 163 KB of sm_80. float32 operands are split into parts in
+# registers.
 TILES = {
     (16, 64): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(32, 64, 8, 2), dquery=Tile(128, 64, 8, 2)),
     (16, 128): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(64, 64, 8, 2), dquery=Tile(128, 32, 8, 2)),
     (16, 256): Tiles(forward=Tile(64, 32, 4, 2), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(64, 32, 8, 2)),
-    (32, 64): Tiles(forward=Tile(64, 32, 8, 2), dkey_dvalue=Tile(32, 32, 8, 2), dquery=Tile(64, 32, 8, 2)),
-    (32, 128): Tiles(forward=Tile(32, 32, 8, 1), dkey_dvalue=Tile(16, 32, 8, 1), dquery=Tile(32, 16, 8, 1)),
+    (32, 64): Tiles(forward=Tile(32, 16, 8, 1), dkey_dvalue=Tile(16, 16, 8, 1), dquery=Tile(32, 16, 8, 1)),
+    (32, 128): Tiles(forward=Tile(16, 32, 8, 1), dkey_dvalue=Tile(32, 16, 8, 1), dquery=Tile(16, 32, 8, 1)),
     (32, 256): Tiles(forward=Tile(16, 16, 8, 1), dkey_dvalue=Tile(16, 16, 8, 1), dquery=Tile(16, 16, 8, 1)),
 }
 
 
-# The tiles on sm_90 in place of these, chosen by measurement. Their operands come through descriptors, and programs of
-# one warpgroup share a multiprocessor: the weights of one program are computed while another multiplies.
+# The tiles on sm_90 in place of these, chosen by measurement. 16-bit operands come through descriptors, and programs of
+# one warpgroup share a multiprocessor: the weights of one program are computed while another multiplies. In float32,
+# most of these kernels spill registers, and are still faster than with tiles that fit.
 HOPPER = {
     (16, 64): Tiles(forward=Tile(64, 64, 4, 3), dkey_dvalue=Tile(64, 64, 4, 4), dquery=Tile(64, 64, 4, 3)),
     (16, 128): Tiles(forward=Tile(64, 64, 4, 3), dkey_dvalue=Tile(64, 64, 4, 2), dquery=Tile(128, 64, 8, 3)),
     (16, 256): Tiles(forward=Tile(128, 64, 8, 2), dkey_dvalue=Tile(64, 64, 8, 2), dquery=Tile(128, 64, 8, 1)),
+    (32, 64): Tiles(forward=Tile(128, 64, 8, 1), dkey_dvalue=Tile(64, 128, 8, 1), dquery=Tile(128, 64, 8, 1)),
+    (32, 128): Tiles(forward=Tile(128, 64, 8, 1), dkey_dvalue=Tile(32, 128, 8, 1), dquery=Tile(128, 32, 8, 1)),
+    (32, 256): Tiles(forward=Tile(64, 64, 8, 1), dkey_dvalue=Tile(16, 64, 4, 1), dquery=Tile(64, 16, 4, 1)),
 }
 tiles = flash.Tables(TILES, HOPPER)
 

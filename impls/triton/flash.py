@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flashproof.impls.call import Call, Keys, Queries, Rows
+from flashproof.impls.call import MAX_DIM, Call, Keys, Queries, Rows
 from flashproof.impls.spec import Arithmetic, Device, Dtype, arithmetic_of_flash
 from flashproof.impls.triton.launching import Launch, launch
 from flashproof.impls.triton.primitives import (
@@ -89,23 +89,28 @@ class Tables:
 def arithmetic_of(tables: Tables) -> Callable[[Dtype, Device], Arithmetic]:
     """Returns the function that states the arithmetic of kernels with these tiles.
 
-    The tiles differ between head dims and chips. The smallest tiles make the most steps, so the claim states the
-    smallest tiles.
+    On GPUs, products of float32 are six products of bfloat16 parts, which tensor cores sum over a tile or over the head
+    dim.
+
+    The tiles differ between head dims and chips. The smallest tiles make the most steps, and the largest ones have the
+    longest sums, so these are the ones claimed.
     """
 
     def arithmetic(dtype: Dtype, device: Device) -> Arithmetic:
         chips: tuple[Chip, ...] = ("interpreter",) if device == "cpu" else ("hopper", "other")
         chosen = [
             tables(getattr(torch, dtype), dim, dropout, chip)
-            for dim in (64, 128, 256)
+            for dim in (64, 128, MAX_DIM)
             for dropout in (False, True)
             for chip in chips
         ]
-        return replace(
-            arithmetic_of_flash(dtype, device),
-            key_tile=min(tile.keys for each in chosen for tile in (each.forward, each.dquery)),
-            query_tile=min(each.dkey_dvalue.queries for each in chosen),
-        )
+        keys = {tile.keys for each in chosen for tile in (each.forward, each.dquery)}
+        queries = {each.dkey_dvalue.queries for each in chosen}
+        claimed = replace(arithmetic_of_flash(dtype, device), key_tile=min(keys), query_tile=min(queries))
+        if (dtype, device) != ("float32", "cuda"):
+            return claimed
+        terms = max(MAX_DIM, *keys, *queries)
+        return replace(claimed, products="6xbf16", accumulate="tensor_core", tensor_core_terms=terms)
 
     return arithmetic
 

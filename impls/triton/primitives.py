@@ -79,6 +79,18 @@ def dot(a, b, accumulator=None):
 
 
 @device_function
+def dot_of_parts(a, b, accumulator=None):
+    """Returns what `dot` returns, with float32 operands on tensor cores too.
+
+    A float32 operand is the sum of three bfloat16 parts. Tensor cores add six products of parts, small ones first, and
+    the sum is added to the accumulator in float32. The smallest three of the nine products are left out.
+    """
+    if INTERPRETED:
+        return dot(a, b, accumulator)
+    return tl.dot(a, b, accumulator, input_precision="bf16x6")
+
+
+@device_function
 def rounded(x, dtype: tl.constexpr):
     """Rounds float32 to `dtype`, to nearest with ties to even.
 

@@ -25,7 +25,7 @@ from flashproof.impls.triton.primitives import (
     INFINITY,
     LOG2_E,
     device_function,
-    dot,
+    dot_of_parts,
     head_dim,
     in_fours,
     kept,
@@ -57,7 +57,7 @@ def attend(
     q [QUERIES, PADDED_DIM]: the queries, of which the first is at the position first_query.
     """
     k = load_at(key, first_key, keys, dim, KEYS, PADDED_DIM, PADDED)
-    scores = dot(q, tl.trans(k))  # [QUERIES, KEYS]
+    scores = dot_of_parts(q, tl.trans(k))  # [QUERIES, KEYS]
     if masked:
         seen = seen_keys(first_query + tl.arange(0, q.shape[0]), keys, offset)
         visible = (first_key + tl.arange(0, KEYS))[None, :] < seen[:, None]
@@ -74,7 +74,7 @@ def attend(
         key_at = first_key + tl.arange(0, KEYS)
         weights = tl.where(kept(seed, last_dropped, batch, head, query_at[:, None], key_at[None, :]), weights, 0.0)
     v = load_at(value, first_key, keys, dim, KEYS, PADDED_DIM, PADDED)
-    accumulator = dot(rounded(weights, v.dtype), v, accumulator * rescale[:, None])
+    accumulator = dot_of_parts(rounded(weights, v.dtype), v, accumulator * rescale[:, None])
     return accumulator, new_maximum, total
 
 
@@ -144,8 +144,8 @@ def gradients_of_keys(
     """
     q = load_at(query, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED)
     do = load_at(dout, first_query, queries, dim, QUERIES, PADDED_DIM, PADDED)
-    scores = dot(k, tl.trans(q))  # [KEYS, QUERIES]
-    dp = dot(v, tl.trans(do))
+    scores = dot_of_parts(k, tl.trans(q))  # [KEYS, QUERIES]
+    dp = dot_of_parts(v, tl.trans(do))
     p = exponential(scores, load_numbers(lse, first_query, queries, QUERIES)[None, :], scale)
     if DROPOUT:
         query_at = first_query + tl.arange(0, QUERIES)
@@ -163,8 +163,8 @@ def gradients_of_keys(
         p = tl.where(visible, p, 0.0)
         difference = tl.where(visible, difference, 0.0)
     weights = tl.where(keeps, p, 0.0) if DROPOUT else p
-    dv = dot(rounded(weights, do.dtype), do, dv)
-    dk = dot(rounded(p * difference, q.dtype), q, dk)
+    dv = dot_of_parts(rounded(weights, do.dtype), do, dv)
+    dk = dot_of_parts(rounded(p * difference, q.dtype), q, dk)
     return dk, dv
 
 
@@ -183,8 +183,8 @@ def gradients_of_queries(
     """
     k = load_at(key, first_key, keys, dim, KEYS, PADDED_DIM, PADDED)
     v = load_at(value, first_key, keys, dim, KEYS, PADDED_DIM, PADDED)
-    scores = dot(q, tl.trans(k))  # [QUERIES, KEYS]
-    dp = dot(do, tl.trans(v))
+    scores = dot_of_parts(q, tl.trans(k))  # [QUERIES, KEYS]
+    dp = dot_of_parts(do, tl.trans(v))
     p = exponential(scores, row_lse[:, None], scale)
     if DROPOUT:
         query_at = first_query + tl.arange(0, q.shape[0])
@@ -196,4 +196,4 @@ def gradients_of_queries(
         visible = (first_key + tl.arange(0, KEYS))[None, :] < seen[:, None]
         p = tl.where(visible, p, 0.0)
         difference = tl.where(visible, difference, 0.0)
-    return dot(rounded(p * difference, k.dtype), k, dq)
+    return dot_of_parts(rounded(p * difference, k.dtype), k, dq)
