@@ -63,7 +63,7 @@ SIDE = tl.constexpr(BLOCK)  # a block is 128 queries by 128 keys
 
 # The tiles on a GPU, by (bits of the dtype, largest head dim). Up to head dim 128, no register is spilled on sm_80,
 # sm_90 and sm_100, and the shared memory is within the 163 KB of sm_80. float32 operands are split into parts in
-# registers.
+# registers, of which up to 112 bytes are spilled on sm_100.
 TILES = {
     (16, 64): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(32, 64, 8, 2), dquery=Tile(128, 32, 8, 2)),
     (16, 128): Tiles(forward=Tile(128, 32, 8, 2), dkey_dvalue=Tile(32, 64, 8, 2), dquery=Tile(128, 32, 8, 2)),

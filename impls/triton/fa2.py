@@ -58,7 +58,7 @@ from flashproof.impls.triton.steps import attend, attended, gradients_of_keys, g
 
 # The tiles on a GPU, by (bits of the dtype, largest head dim). Up to head dim 128, no register is spilled on sm_80,
 # sm_90 and sm_100, and the shared memory is within the 163 KB of sm_80. float32 operands are split into parts in
-# registers.
+# registers, of which up to 112 bytes are spilled on sm_100.
 TILES = {
     (16, 64): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(32, 64, 8, 2), dquery=Tile(128, 64, 8, 2)),
     (16, 128): Tiles(forward=Tile(128, 64, 8, 3), dkey_dvalue=Tile(64, 64, 8, 2), dquery=Tile(128, 32, 8, 2)),

