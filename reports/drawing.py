@@ -141,12 +141,30 @@ def _steps(points: Iterable[Point]) -> list[str]:
     """The first point, and the step to each next one. Steps are shorter to write than points."""
     tenths = [(round(10 * x), round(10 * y)) for x, y in points]
     steps_ = [(x - left, y - top) for (left, top), (x, y) in pairwise(tenths)]
-    return [" ".join(map(_short, step)).replace(" -", "-") for step in (*tenths[:1], *steps_)]
+    return [_pair(*step) for step in (*tenths[:1], *steps_)]
+
+
+def _pair(right: int, down: int) -> str:
+    return f"{_short(right)} {_short(down)}".replace(" -", "-")
 
 
 def _run(points: Sequence[Point]) -> str:
-    """A line through points."""
-    return "m" + " ".join(_steps(points)).replace(" -", "-")
+    """A line through points, in few letters. Between the ends of a level line, it names no point."""
+    (x, y), *rest = [(round(10 * x), round(10 * y)) for x, y in points]
+    path = [f"m{_pair(x, y)}"]
+    for (next_x, next_y), after in zip(rest, [*rest[1:], None], strict=True):
+        is_within_a_level_line = after and y == next_y == after[1] and (next_x - x) * (after[0] - next_x) >= 0
+        if not is_within_a_level_line:
+            path.append(_step(next_x - x, next_y - y))
+            x, y = next_x, next_y
+    return "".join(path)
+
+
+def _step(right: int, down: int) -> str:
+    """A line to a point so many tenths away."""
+    if right and down:
+        return f"l{_pair(right, down)}"
+    return f"h{_short(right)}" if right else f"v{_short(down)}"
 
 
 def _short(tenths: int) -> str:
