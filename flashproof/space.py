@@ -10,9 +10,12 @@ To add a level, add its word to its factor. To add a factor, add it to `FACTORS`
 
 import fcntl
 import hashlib
+import inspect
 import math
+import os
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from operator import itemgetter
@@ -800,6 +803,13 @@ class Rows(msgspec.Struct, frozen=True):
     common: list[Row] = []  # the rows of common levels, beside the array
 
 
+def _write(path: Path, rows: Rows) -> None:
+    """Writes a file of rows. A process that dies while it writes leaves no half file."""
+    half = path.with_suffix(f".{os.getpid()}")
+    half.write_bytes(msgspec.json.encode(rows))
+    half.replace(path)
+
+
 _shared: Path | None = None
 
 
@@ -807,6 +817,25 @@ def share(folder: Path) -> None:
     """Sets the folder through which the processes of a run share the rows of their arrays."""
     global _shared  # noqa: PLW0603
     _shared = folder
+
+
+KEPT = 40  # arrays in the user's cache folder; older ones are deleted
+
+
+def _cache_folder() -> Path | None:
+    """The user's cache folder for rows of arrays. None if the process cannot have one."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashproof" / "arrays"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except (OSError, RuntimeError):  # a RuntimeError if the user has no home
+        return None
+    return folder
+
+
+@cache
+def _sources() -> str:
+    """The sources of everything that the rows of an array depend on, apart from the claims and the room."""
+    return "".join(Path(inspect.getfile(part)).read_text() for part in (Space, Case, Covering, Supports))
 
 
 class Space:
@@ -965,7 +994,7 @@ class Space:
         """The rows, from the first process that asks for them. None if another one is at it, and `wait` is false."""
         if _shared is None or not _shared.is_dir():
             return self._built_rows()
-        about = f"{self.supports} {self.levels} {self.room}"
+        about = f"{self.supports} {self.levels} {self.room} {_sources()}"
         path = _shared / f"{hashlib.sha256(about.encode()).hexdigest()}.rows"
         with path.with_suffix(".lock").open("w") as lock:  # the lock ends with the process that holds it
             try:
@@ -974,12 +1003,24 @@ class Space:
                 return None
             if path.exists():
                 return msgspec.json.decode(path.read_bytes(), type=Rows)
-            found = self._built_rows()
+            found = self._kept_rows(path.name)
             if path.parent.is_dir():  # the run may have ended
-                half = path.with_suffix(".half")
-                half.write_bytes(msgspec.json.encode(found))
-                half.replace(path)  # a process that dies while it writes leaves no half file
+                _write(path, found)
             return found
+
+    def _kept_rows(self, name: str) -> "Rows":
+        """The rows from the user's cache folder, or new rows, which are kept there for later runs."""
+        folder = _cache_folder()
+        if folder is None:
+            return self._built_rows()
+        with suppress(OSError, msgspec.MsgspecError):  # there is no such file, or it is damaged
+            return msgspec.json.decode((folder / name).read_bytes(), type=Rows)
+        found = self._built_rows()
+        with suppress(OSError):
+            _write(folder / name, found)
+            for old in sorted(folder.glob("*.rows"), key=lambda file: file.stat().st_mtime)[:-KEPT]:
+                old.unlink()
+        return found
 
     def _built_rows(self) -> "Rows":
         covering, rows = self._nothing_covered(), list[Row]()

@@ -140,8 +140,36 @@ def test_the_simplest_case_keeps_what_it_needs() -> None:
 def test_an_array_is_left_for_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     room = Room(work=2.0**16, numbers=2.0**16, many=2.0**16, cases=0, dims=("64",))
     found = Space(Supports(), room=room)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     monkeypatch.setattr(space, "_shared", tmp_path)
     first, second = (Space(Supports(), room=room) for _ in range(2))
     assert (first.array, first.left_out) == (found.array, found.left_out)
     monkeypatch.setattr(Space, "_nothing_covered", None)  # the second one finds the array on disk and does not make it
     assert (second.array, second.coverage, second.left_out) == (found.array, found.coverage, found.left_out)
+
+
+def test_an_array_is_kept_for_later_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = Room(work=2.0**16, numbers=2.0**16, many=2.0**16, cases=0, dims=("64",))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept = tmp_path / "flashproof" / "arrays"
+
+    def built() -> list[Case]:
+        """The array in a new run."""
+        run = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        run.mkdir()
+        monkeypatch.setattr(space, "_shared", run)
+        return Space(Supports(), room=room).array
+
+    first = built()
+    (file,) = kept.glob("*.rows")
+    with monkeypatch.context() as patch:
+        patch.setattr(Space, "_nothing_covered", None)
+        assert built() == first
+    file.write_bytes(file.read_bytes()[:-9])
+    assert built() == first
+    with monkeypatch.context() as patch:
+        patch.setattr(space, "_sources", lambda: "other sources")
+        patch.setattr(space, "KEPT", 1)
+        assert built() == first
+    assert len(list(kept.iterdir())) == 1
+    assert not file.exists()
