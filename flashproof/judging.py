@@ -176,14 +176,14 @@ def _exact(case: Case, arithmetic: Arithmetic, device: str) -> Exact:
     return found if enclosed or case.keys < SAMPLED_FROM else replace(found, certainty="sampled")
 
 
-PREPARED = 2**19  # scores of all problems for which what the bounds of all claims share is cached
+PREPARED = 2**19  # scores of all problems whose `bounds.Shared` is cached; one problem has at most an eighth of them
 _prepared_problems: dict[tuple[Case, str], tuple[Problem, bounds.Shared]] = {}
 
 
 def _prepared(case: Case, device: str) -> tuple[Problem, bounds.Shared | None]:
-    """The problem of a case, and what the bounds of all claims on it share if the problem is small.
+    """The problem of a case. If it is small, also what the bounds of all claims on it share.
 
-    Implementations with the same cases and different claims are verified one after another.
+    The cache helps because implementations with the same cases and different claims are verified one after another.
     """
     found = _prepared_problems.pop((case, device), None)
     if found is None:
