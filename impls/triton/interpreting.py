@@ -8,6 +8,8 @@ There are few types and few modules, so this module keeps the first result of ea
 for good. It keeps the prepared modules only until the launch ends, because the end of a launch may undo the
 preparation. The interpreter runs all other kernels as usual.
 
+Operators such as + run as `operators.py` computes them.
+
 To convert numbers between bfloat16 and float32, the interpreter computes sign, exponent and fraction. `_by_shifts`
 shifts the bits instead.
 
@@ -16,8 +18,11 @@ the same numbers directly.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -26,14 +31,22 @@ import triton.language as tl
 from numpy.typing import NDArray
 from triton.runtime import interpreter
 
+from flashproof.impls.triton.operators import OPERATORS
+
+# The interpreter computes whether an integer overflows, and then drops the answer, except when it debugs.
+_WITHOUT_TESTS_OF_OVERFLOW = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+
 
 @contextmanager
 def described_once() -> Iterator[None]:
-    """Keeps descriptions and prepared modules, and converts numbers by shifts, while the context is open."""
+    """Keeps descriptions and prepared modules, and computes directly, while the context is open."""
     changed = [
         *_DESCRIBING,
         _CONVERTING,
+        *OPERATORS,
         (interpreter, "_patch_lang", _as_to_the_first(interpreter._patch_lang, key=_own_module)),
+        (interpreter, "_patch_builtin", _patch_builtin),
+        (interpreter.interpreter_builder, "options", _WITHOUT_TESTS_OF_OVERFLOW),
     ]
     with ExitStack() as stack:
         for owner, name, kept in changed:
@@ -77,26 +90,29 @@ def _product(words: NDArray[np.uint32], multiplier: np.uint64) -> tuple[NDArray[
     return halves[..., 0::2], halves[..., 1::2]
 
 
-def _like_the_first(
-    initialise: Callable[..., None], key: Callable[..., Any], own: tuple[str, ...]
-) -> Callable[..., None]:
-    """Wraps an initialiser so that it runs only once for each key.
-
-    The first object of a key is initialised as usual. Every later object with the same key gets the attributes of the
-    first one, except the attributes that are its own. `own` names these attributes: they are the first arguments of the
-    initialiser, in order.
-    """
+def _types_once(initialise: Callable[..., None]) -> Callable[..., None]:
+    """Wraps the initialiser of block types so that it describes each type only once. Equal types share the result."""
     kept: dict[Any, dict[str, Any]] = {}
 
-    def described(self: Any, *arguments: Any) -> None:
-        like = key(*arguments)
-        if like in kept:
-            attributes = kept[like].copy()
-            attributes.update(zip(own, arguments, strict=False))
-            self.__dict__ = attributes
-        else:
-            initialise(self, *arguments)
-            kept[like] = {name: value for name, value in vars(self).items() if name not in own}
+    def described(self: tl.block_type, element: tl.dtype, shape: Any) -> None:
+        like = (element.name, *map(int, shape))
+        if like not in kept:
+            initialise(self, element, shape)
+            kept[like] = self.__dict__
+        self.__dict__ = kept[like]
+
+    return described
+
+
+def _values_once(initialise: Callable[..., None]) -> Callable[..., None]:
+    """Wraps the initialiser of values so that it describes only the first value of each type."""
+    kept: dict[str, dict[str, Any]] = {}
+
+    def described(self: tl.tensor, handle: Any, kind: tl.dtype) -> None:
+        if kind.name not in kept:
+            initialise(self, handle, kind)
+            kept[kind.name] = self.__dict__.copy()
+        self.__dict__ = kept[kind.name] | {"handle": handle, "type": kind}
 
     return described
 
@@ -119,6 +135,19 @@ def _as_to_the_first(function: Callable[[Any], Any], key: Callable[[Any], Any]) 
     return answer
 
 
+@cache
+def _builtins(owner: Any) -> list[str]:
+    """Returns the names of Triton's own functions in a module or class, while they are unchanged."""
+    return [name for name, member in inspect.getmembers(owner) if tl.core.is_builtin(member)]
+
+
+def _patch_builtin(owner: Any, builder: Any, scope: Any) -> None:
+    """Does what the function of this name does in the interpreter, and searches each module and class only once."""
+    for name in _builtins(owner):
+        if tl.core.is_builtin(member := getattr(owner, name)):  # no outer launch has replaced it
+            interpreter._patch_attr(owner, name, member, builder, scope)
+
+
 def _own_module(function: Any) -> str | None:
     """Returns the module of one of Triton's own functions, and None for any other function, such as a kernel.
 
@@ -129,16 +158,8 @@ def _own_module(function: Any) -> str | None:
 
 
 _DESCRIBING = [
-    (
-        tl.block_type,
-        "__init__",
-        _like_the_first(tl.block_type.__init__, key=lambda element, shape: (element.name, *map(int, shape)), own=()),
-    ),
-    (
-        tl.tensor,
-        "__init__",
-        _like_the_first(tl.tensor.__init__, key=lambda handle, kind: kind.name, own=("handle", "type")),
-    ),
+    (tl.block_type, "__init__", _types_once(tl.block_type.__init__)),
+    (tl.tensor, "__init__", _values_once(tl.tensor.__init__)),
     (interpreter, "_get_np_dtype", _as_to_the_first(interpreter._get_np_dtype, key=lambda kind: kind.name)),
 ]
 

@@ -84,12 +84,15 @@ def resources(jobs: Iterable[Job], run: str) -> list[Resources]:
     ]
 
 
+_OF_THE_INTERPRETER = {"interpreting.py", "operators.py"}  # these modules reach no compiler
+
+
 def _key(job: Job) -> str:
-    """Returns a hash of everything that the answer depends on. The module of the interpreter reaches no compiler."""
+    """Returns a hash of everything that the answer depends on."""
     sources = [
         ROOT / "impls" / "call.py",
         ROOT / "impls" / "spec.py",
-        *sorted(set((ROOT / "impls" / "triton").glob("*.py")) - {ROOT / "impls" / "triton" / "interpreting.py"}),
+        *sorted(path for path in (ROOT / "impls" / "triton").glob("*.py") if path.name not in _OF_THE_INTERPRETER),
     ]
     # The part after "+" names the CUDA version that torch was built for. It does not matter here.
     versions = metadata.version("triton"), metadata.version("torch").partition("+")[0]

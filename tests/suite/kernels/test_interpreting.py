@@ -1,12 +1,14 @@
 """Tests that Triton's interpreter gives the same bits as without this project's changes to it.
 
-The changes keep its descriptions of types, convert bfloat16 by shifts, and compute Philox directly.
+The changes keep its descriptions of types, convert bfloat16 by shifts, and compute operators and Philox directly.
 """
 
 import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -185,3 +187,77 @@ def test_conversions_have_the_interpreters_bits() -> None:
             found = _by_shifts(interpreter._convert_float)(part, given, wanted, None)
             assert found.dtype == expected.dtype
             assert np.array_equal(found, expected)
+
+
+def _values(dtype: Any, elements: Sequence[float]) -> list[Any]:
+    """A block [4, 4], a column, a row and a scalar of these 16 elements."""
+    from triton.runtime import interpreter
+
+    data = np.array(elements).astype(interpreter._get_np_dtype(dtype)).reshape(4, 4)
+    blocks = [data, data.T, data[:, :1], data[:1]]
+    values = [tl.tensor(interpreter.TensorHandle(x, dtype), tl.block_type(dtype, list(x.shape))) for x in blocks]
+    return [*values, tl.tensor(interpreter.TensorHandle(data[1, 1:2], dtype), dtype)]
+
+
+def _operands() -> dict[str, list[tuple[object, ...]]]:
+    """The operands of every operator by its name, of types that are computed directly and of types that are not."""
+    tiny, huge, inf, nan = 1e-40, 3e38, float("inf"), float("nan")
+    floats = [nan, inf, -inf, -0.0, 0.0, 1.5, -1.5, tiny, -tiny, huge, -huge, 1.0, 2.5, 7.0, 0.1, 65520.0]
+    integers = [0, 1, 2, 3, 5, 8, 13, 2**31 - 1, 9, 15, 16, 17, 31, 64, 100, 2**20]
+    kinds: dict[Any, Sequence[float]] = {
+        tl.float32: floats,
+        tl.float16: floats,
+        tl.int32: integers,
+        tl.int64: integers,
+        tl.uint32: integers,
+    }
+    values = [value for kind, elements in kinds.items() for value in _values(kind, elements)]
+    booleans = _values(tl.int1, [True, False, False, True] * 4)
+    numbers = [0, 1, -1, 3, 2**31 - 1, 2**31, True, 1.5, 0.0, -0.0, tiny, 1e39, inf, -inf, tl.constexpr(-inf)]
+    pointers = _values(tl.pointer_type(tl.float32), [2.0**40 + 16 * number for number in integers])
+    pairs = [(x, y) for x in values + booleans for y in [*values, *booleans, *numbers]]
+    pairs += [(x, y) for x in pointers for y in [*values, *numbers]]
+    few = [*values[:5], 0.0, -inf, 2]
+    indices = [(slice(None), None), (None, slice(None)), (slice(None), slice(None), None), slice(None), None]
+    matrices = _values(tl.float32, floats[3:] + floats[:3])[:2]
+    return {
+        "__getitem__": [(x, index) for x in [*values, *pointers, *booleans] for index in indices],
+        "to": [(x, kind) for x in [*values, *booleans] for kind in (*kinds, tl.bfloat16)],
+        "arange": [(0, 16), (16, 32), (3, 7), (0, 12), (4, 4), (0, tl.constexpr(64))],
+        "dot": [(x, y, *acc) for x in matrices for y in matrices for acc in [(), (None,), (matrices[0],)]],
+        "fma": [(x, y, z) for x in few for y in few for z in few],
+        "where": [(condition, x, y) for condition in booleans for x in few for y in [*few, values[-1]]],
+        # A shift of a signed integer changes its operands in the interpreter, so there are no signed ones.
+        "__rshift__": [(x, y) for x in values[-5:] for y in [*values[-5:], 0, 1, 16, 1.5]],
+        "load": [],  # the kernels of the next test load
+        "": pairs,
+    }
+
+
+def _outcome(function: object, operands: tuple[object, ...]) -> object:
+    """What an operator returns, with all its types, or the type of what it raises."""
+    try:
+        found = function(*operands)  # type: ignore[operator]
+    except Exception as error:
+        return type(error)
+    data = np.ascontiguousarray(found.handle.data)
+    return data.tobytes(), data.dtype, data.shape, found.type.name, found.handle.dtype.name
+
+
+def test_operators_have_the_interpreters_bits() -> None:
+    from triton.runtime import interpreter
+
+    from flashproof.impls.triton.operators import OPERATORS
+
+    scope = interpreter._patch_lang(words_kernel.fn)
+    try:
+        with np.errstate(all="ignore"):
+            every = _operands()
+            for owner, name, function in OPERATORS:
+                if owner is interpreter.TensorDescHandle:
+                    continue  # `test_kept_descriptions_change_nothing` loads through descriptors
+                interpreted = getattr(owner, name)
+                for operands in every.get(name, every[""]):
+                    assert _outcome(function, operands) == _outcome(interpreted, operands), (name, operands)
+    finally:
+        scope.restore()
