@@ -16,7 +16,7 @@ import pytest
 import torch
 from threadpoolctl import threadpool_limits
 
-from flashproof import defects, exercised, judging, quick, search, space
+from flashproof import arrays, defects, exercised, judging, quick, search, space
 from flashproof.defects import Defect
 from flashproof.environment import environment, run_name
 from flashproof.exercised import Exercised
@@ -165,7 +165,7 @@ class Session:
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         share_triton_cache()
         judging.share(self.shared)
-        space.share(self.shared)
+        arrays.share(self.shared)
         if self.selection.thorough:
             judging.certify_fewer()
         if self.role == "main":

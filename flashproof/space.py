@@ -8,22 +8,18 @@ To add a level, add its word to its factor. To add a factor, add it to `FACTORS`
 `of` reads the level from a case. `_RULES` excludes levels that cannot occur together.
 """
 
-import fcntl
-import hashlib
 import inspect
 import math
-import os
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import msgspec
-
+from flashproof import arrays
+from flashproof.arrays import Rows
 from flashproof.cases import (
     CALLS,
     DETACHED_CALLS,
@@ -792,46 +788,6 @@ def _of_sizes(batch: int, heads: int, kv_heads: int, queries: int, keys: int, di
     return Case(batch=batch, heads=heads, kv_heads=kv_heads, queries=queries, keys=keys, dim=dim)
 
 
-class Rows(msgspec.Struct, frozen=True):
-    """The rows of an array, their coverage, and the pairs and triples that were found to be impossible."""
-
-    rows: list[Row]
-    pairs: int  # the number of rows at the start that complete all pairs; later rows complete triples in smaller cases
-    coverage: tuple[Coverage, Coverage]  # the coverage of pairs and of triples
-    forgotten: list[list[int]]
-    claimed: int  # the number of pairs that the claims allow
-    common: list[Row] = []  # the rows of common levels, beside the array
-
-
-def _write(path: Path, rows: Rows) -> None:
-    """Writes a file of rows. A process that dies while it writes leaves no half file."""
-    half = path.with_suffix(f".{os.getpid()}")
-    half.write_bytes(msgspec.json.encode(rows))
-    half.replace(path)
-
-
-_shared: Path | None = None
-
-
-def share(folder: Path) -> None:
-    """Sets the folder through which the processes of a run share the rows of their arrays."""
-    global _shared  # noqa: PLW0603
-    _shared = folder
-
-
-KEPT = 40  # arrays in the user's cache folder; older ones are deleted
-
-
-def _cache_folder() -> Path | None:
-    """The user's cache folder for rows of arrays. None if the process cannot have one."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashproof" / "arrays"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except (OSError, RuntimeError):  # a RuntimeError if the user has no home
-        return None
-    return folder
-
-
 @cache
 def _sources() -> str:
     """The sources of everything that the rows of an array depend on, apart from the claims and the room."""
@@ -975,9 +931,9 @@ class Space:
         return covering
 
     @cached_property
-    def _rows(self) -> "Rows":
+    def _rows(self) -> Rows:
         """The rows of the array, in the order of their construction. The processes of a run share one result."""
-        found = self._shared_rows(wait=True)
+        found = arrays.rows(self.about, self.built_rows, wait=True)
         assert found is not None
         return found
 
@@ -986,43 +942,16 @@ class Space:
 
         The processes of a run thus build different arrays at the same time.
         """
-        if "_rows" not in self.__dict__ and (found := self._shared_rows(wait=False)):
+        if "_rows" not in self.__dict__ and (found := arrays.rows(self.about, self.built_rows, wait=False)):
             self._rows = found
         return "_rows" in self.__dict__
 
-    def _shared_rows(self, *, wait: bool) -> "Rows | None":
-        """The rows, from the first process that asks for them. None if another one is at it, and `wait` is false."""
-        if _shared is None or not _shared.is_dir():
-            return self._built_rows()
-        about = f"{self.supports} {self.levels} {self.room} {_sources()}"
-        path = _shared / f"{hashlib.sha256(about.encode()).hexdigest()}.rows"
-        with path.with_suffix(".lock").open("w") as lock:  # the lock ends with the process that holds it
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return None
-            if path.exists():
-                return msgspec.json.decode(path.read_bytes(), type=Rows)
-            found = self._kept_rows(path.name)
-            if path.parent.is_dir():  # the run may have ended
-                _write(path, found)
-            return found
+    def about(self) -> str:
+        """Everything that the rows depend on."""
+        return f"{self.supports} {self.levels} {self.room} {_sources()}"
 
-    def _kept_rows(self, name: str) -> "Rows":
-        """The rows from the user's cache folder, or new rows, which are kept there for later runs."""
-        folder = _cache_folder()
-        if folder is None:
-            return self._built_rows()
-        with suppress(OSError, msgspec.MsgspecError):  # there is no such file, or it is damaged
-            return msgspec.json.decode((folder / name).read_bytes(), type=Rows)
-        found = self._built_rows()
-        with suppress(OSError):
-            _write(folder / name, found)
-            for old in sorted(folder.glob("*.rows"), key=lambda file: file.stat().st_mtime)[:-KEPT]:
-                old.unlink()
-        return found
-
-    def _built_rows(self) -> "Rows":
+    def built_rows(self) -> Rows:
+        """Builds the rows."""
         covering, rows = self._nothing_covered(), list[Row]()
         while (self.room.pairs and covering.open_pairs.any()) or len(rows) < self.room.cases:
             row = covering.next_row()

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from flashproof import space
+from flashproof import arrays, space
 from flashproof.cases import CALLS, Call, Case, not_claimed
 from flashproof.impls.spec import Implementation, Supports
 from flashproof.registry import checks
@@ -141,7 +141,7 @@ def test_an_array_is_left_for_other_processes(tmp_path: Path, monkeypatch: pytes
     room = Room(work=2.0**16, numbers=2.0**16, many=2.0**16, cases=0, dims=("64",))
     found = Space(Supports(), room=room)
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    monkeypatch.setattr(space, "_shared", tmp_path)
+    monkeypatch.setattr(arrays, "_shared", tmp_path)
     first, second = (Space(Supports(), room=room) for _ in range(2))
     assert (first.array, first.left_out) == (found.array, found.left_out)
     monkeypatch.setattr(Space, "_nothing_covered", None)  # the second one finds the array on disk and does not make it
@@ -157,7 +157,7 @@ def test_an_array_is_kept_for_later_runs(tmp_path: Path, monkeypatch: pytest.Mon
         """The array in a new run."""
         run = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
         run.mkdir()
-        monkeypatch.setattr(space, "_shared", run)
+        monkeypatch.setattr(arrays, "_shared", run)
         return Space(Supports(), room=room).array
 
     first = built()
@@ -169,7 +169,7 @@ def test_an_array_is_kept_for_later_runs(tmp_path: Path, monkeypatch: pytest.Mon
     assert built() == first
     with monkeypatch.context() as patch:
         patch.setattr(space, "_sources", lambda: "other sources")
-        patch.setattr(space, "KEPT", 1)
+        patch.setattr(arrays, "KEPT", 1)
         assert built() == first
     assert len(list(kept.iterdir())) == 1
     assert not file.exists()
