@@ -14,7 +14,7 @@ from tempfile import NamedTemporaryFile
 from flashproof.cases import Case
 
 SECONDS = 5.0  # seconds from the first check; then no further case begins
-SIMPLIFYING = 0.5  # seconds in which a failure's case is made simpler
+SIMPLIFYING = 1.0  # seconds in which a failure's case is made simpler
 LATE = "the time of a quick run was over"
 
 # The number of cases of each check in each dtype, in the order in which a run takes the checks.

@@ -70,9 +70,9 @@ def explanations(failures: Sequence[Judgement]) -> list[list[Judgement]]:
     return [group for group in _apart(causes(failures)) if _explains(group, failures)]
 
 
-def headline(failures: Sequence[Judgement], bias: Callable[[Judgement], str] = wording.bias_line) -> str:
+def headline(failures: Sequence[Judgement]) -> str:
     """The first of the explanations in words (`cause_of`). Empty if there is none."""
-    return next((cause_of(group, bias) for group in explanations(failures)), "")
+    return next((cause_of(group) for group in explanations(failures)), "")
 
 
 def _explains(group: Sequence[Judgement], failures: Sequence[Judgement]) -> bool:
@@ -102,8 +102,9 @@ def one_screen(name: str, judgements: Sequence[Judgement]) -> Iterator[str]:
     dtypes = wording.listed(dict.fromkeys(one.dtype for one in failures))
     named = f": {tensors}" if tensors else ""
     yield f"{name} is wrong{named} in {dtypes}; {wording.failed_checks(failures, ' failed')}"
-    if where := common.shared(judgements):
-        yield f"  {where}"
+    for said in (common.needs(failures), common.shared(judgements)):
+        if said:
+            yield f"  {said}"
     for symptom in symptoms.symptoms(judgements):
         if symptom.short:
             yield f"  {symptom.text}"
@@ -133,18 +134,15 @@ def _simplest(group: Sequence[Judgement]) -> Judgement:
     )
 
 
-def cause_of(group: Sequence[Judgement], bias: Callable[[Judgement], str] = wording.bias_line) -> str:
-    """The cause of a group in the words of its simplest case, or else the largest rho of the group.
-
-    bias: the words for a bias.
-    """
+def cause_of(group: Sequence[Judgement]) -> str:
+    """The cause of a group in the words of its simplest case, or else the largest rho of the group."""
     simplest = _simplest(group)
     if simplest.question:
         return simplest.question
     if simplest.rho is None and simplest.message:
         return simplest.message.partition("\n")[0]
     if is_bias(simplest):
-        return f"{wording.leaning(simplest)}: {bias(simplest)}"
+        return f"{wording.leaning(simplest)}: {wording.bias_line(simplest)}"
     worst = max(group, key=lambda one: (not is_nearly_zero(one), size(worst_rho(one))))
     if 0.0 <= size(worst_rho(worst)) <= 1.0:
         return f"{simplest.check}: {wording.reason(worst)}"

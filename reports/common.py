@@ -10,8 +10,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import NamedTuple
 
-from flashproof.cases import Case
+from flashproof.cases import SHARED, Case
 from flashproof.reports import wording
 from flashproof.reports.record import Judgement
 from flashproof.space import FACTORS, PLAIN, levels
@@ -52,7 +53,7 @@ class Shared:
         who = f"All {failed:,}" if failing == failed else f"{failing:,} of {failed:,}"
         that = "them" if " and " in self.words else "that"
         others = (
-            f"{passing:,} of {passed:,} passing cases have {that}, too, with errors inside the bound"
+            f"{passing:,} of the {passed:,} passing cases that judge the same tensors have {that}, too"
             if passing
             else f"no passing case has {that}"
         )
@@ -76,7 +77,10 @@ def shared(judgements: Sequence[Judgement]) -> Shared | None:
     failing, passing = list(lines.values()), [case for line in sorted(right) if (case := _case(line))]
     if len(failing) < FEWEST or not passing:
         return None
-    chosen = _needed(_chosen(list(_candidates(failing)), failing, passing), failing, passing)
+    # A case that was made simpler and still fails has fewer properties, and the fault needs none that it lacks.
+    simpler = [case for one in failures for line in simplest_lines(one.message) if (case := _case(line))]
+    candidates = [one for one in _candidates(failing) if all(map(one.holds, simpler))]
+    chosen = _needed(_chosen(candidates, failing, passing), failing, passing)
     if not chosen:
         return None
     left, others = (_all_held(cases, chosen) for cases in (failing, passing))
@@ -107,7 +111,7 @@ def _next_size(one: Property, rest: Sequence[Property], failing: Sequence[Case],
     outside = [one.size(case) for case in _all_held(passing, rest) if not one.holds(case)]
     if not outside:
         return ""
-    return f" ({max(outside) if one.least > 1 else min(outside):,} passes)"
+    return f" (a case with {max(outside) if one.least > 1 else min(outside):,} passes)"
 
 
 def _chosen(candidates: Sequence[Property], failing: Sequence[Case], passing: Sequence[Case]) -> list[Property]:
@@ -161,6 +165,58 @@ def simplest_lines(text: str) -> list[str]:
     return re.findall(r"(?m)^the simplest case that fails: (.*?)(?:;|$)", text)
 
 
+class Needs(NamedTuple):
+    """The plainest case that fails, and its properties: made plain one by one, each of them lets it pass."""
+
+    case: str
+    properties: tuple[str, ...]
+
+    def __str__(self) -> str:
+        each = [_in_words(one) for one in self.properties]
+        which = (
+            f"It passes without {each[0]}"
+            if len(each) == 1
+            else f"It passes without any one of these: {'; '.join(each)}"
+        )
+        return f"The plainest case that still fails is {self.case}. {which}"
+
+
+_WORDS = {
+    "group": "{} query heads for each key head",
+    "key heads": "{} key heads",
+    "batch": "a batch of {}",
+    "head dim": "a head dim of {}",
+}
+_RESTS = {"of 64": "that 64 divides", "of 16": "that 16 divides", "even": "that 2 divides", "odd": "that is odd"}
+
+
+def _in_words(of_case: str) -> str:
+    """A property as a failure names it, such as "keys' rest even", in plainer words."""
+    for factor, words in _WORDS.items():
+        if of_case.startswith(f"{factor} "):
+            return words.format(of_case.removeprefix(f"{factor} "))
+    name, _, rest = of_case.partition("' rest ")
+    return f"a number of {name} {_RESTS.get(rest, rest)}" if rest else of_case
+
+
+FEW = 5  # properties of a case that a sentence can name
+
+
+def needs(judgements: Sequence[Judgement]) -> Needs | None:
+    """What the plainest failing case of all needs. None if no case was made plain, or if the plainest needs much."""
+    found = [
+        Needs(case, tuple(properties.split(", ")))
+        for one in judgements
+        if one.status == "failed"
+        for case, properties in _NEEDS.findall(one.message)
+    ]
+    plainest = min(found, key=lambda one: (len(one.properties), one.case), default=None)
+    return plainest if plainest and len(plainest.properties) <= FEW else None
+
+
+_NEEDS = re.compile(r"(?m)^the simplest case that fails: (.*?); it needs (.*)$")
+
+
 def without_needs(text: str) -> str:
     """The text of a failure without the properties that its single case needs.
 
@@ -196,6 +252,14 @@ def _candidates(failing: Sequence[Case]) -> Iterator[Property]:
             yield _range(words.format(f"at most {most:,}"), size, 1, most)
     for multiple in (8, 16, 64):
         yield Property(f"a head dim that is no multiple of {multiple}", _is_no_multiple(multiple))
+    for words, size in (("queries", _queries), ("keys", _keys)):
+        for multiple in (2, 16, 64):
+            yield Property(f"a number of {words} that is a multiple of {multiple}", _is_multiple(size, multiple))
+            yield Property(
+                f"a number of {words} that is no multiple of {multiple}", _is_multiple(size, multiple, not_=True)
+            )
+    for place, name in enumerate("qkv"):
+        yield Property(f"the heads of {name} interleaved in memory", _is_interleaved(place))
     yield Property("as many keys as queries", lambda case: case.keys == case.queries)
     yield Property("another number of keys than of queries", lambda case: case.keys != case.queries)
     for factor in FACTORS:
@@ -221,6 +285,31 @@ def _range(words: str, size: Callable[[Case], int], least: float, most: float) -
 
 def _is_no_multiple(number: int) -> Holds:
     return lambda case: case.dim % number > 0
+
+
+def _queries(case: Case) -> int:
+    return case.queries
+
+
+def _keys(case: Case) -> int:
+    return case.keys
+
+
+def _is_multiple(size: Callable[[Case], int], number: int, *, not_: bool = False) -> Holds:
+    return lambda case: (size(case) % number > 0) is not_
+
+
+def _is_interleaved(place: int) -> Holds:
+    """Whether the rows of several heads of a tensor alternate in memory. place: 0 for q, 1 for k, 2 for v."""
+
+    def holds(case: Case) -> bool:
+        heads, length = (case.heads, case.queries) if place == 0 else (case.kv_heads, case.keys)
+        is_packed = case.sharing == "dense" or (
+            case.sharing.startswith("packed") and "qkv"[place] in SHARED[case.sharing]
+        )
+        return heads > 1 and length > 1 and (is_packed or case.layouts[place] in ("transposed", "length-first"))
+
+    return holds
 
 
 def _has(factor: str, levels: Set[str]) -> Holds:

@@ -40,8 +40,8 @@ class First(NamedTuple):
 
     @property
     def command(self) -> str:
-        """The command that repeats the simplest case."""
-        return self.simpler or wording.repeat_line(self.simplest.judged.judgement)
+        """The command that repeats the simplest case with figures, which the sentence at the top tells."""
+        return wording.repeat_line(self.simplest.judged.judgement)
 
 
 def shared(kernel: Kernel) -> common.Shared | None:
@@ -56,7 +56,7 @@ def symptoms_of(kernel: Kernel) -> list[symptoms.Symptom]:
 
 def cause(kernel: Kernel) -> str:
     """The cause of the failures, as the page tells it (`causes.headline`). Empty if none is known."""
-    return causes.headline([judged.judgement for judged in failed(kernel)], wording.bias_of_limit)
+    return causes.headline([judged.judgement for judged in failed(kernel)])
 
 
 def failed(kernel: Kernel) -> list[Judged]:
@@ -191,8 +191,6 @@ def _groups(failures: Sequence[Judged]) -> dict[Kind, list[Judged]]:
 def _told(judged: Judged, groups: dict[Kind, list[Judged]], kernel: Kernel, where: common.Shared | None) -> Told:
     one = judged.judgement
     block = wording.failure_block(one, tables.threshold(judged, kernel))
-    if one.bias is not None:  # its limit is another one than that of rho
-        block = block.replace(wording.bias_line(one), wording.bias_of_limit(one))
     if where:
         block = common.without_needs(block)
     return Told(judged, block, len(groups[_kind(judged)]) - 1, overview.key_of(one))
@@ -212,7 +210,8 @@ def in_common(kernel: Kernel, columns: Sequence[overview.Column], where: common.
         explained = {id(one) for group in causes.explanations(failures)[:1] for one in group}
         alike = [title for title, own in every.items() if any(id(one) in explained for one in own)]
         said = "show the same cause"
-    told = [f"{where}."] if where else []
+    needed = common.needs(failures)
+    told = [f"{said_of}." for said_of in (needed, where) if said_of]
     told += [f"The columns {wording.listed(alike)} {said}."] if len(alike) > 1 else []
     return " ".join(told)
 

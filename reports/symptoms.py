@@ -39,6 +39,7 @@ def symptoms(judgements: Sequence[Judgement]) -> list[Symptom]:
     """What the judgements of an implementation show of its failures, the most telling first."""
     failed = [one for one in judgements if one.status == "failed" and one.tensor]
     return [
+        *_one_way(judgements, failed),
         *_only(judgements, failed),
         *_few_bits(failed),
         *_starts(failed),
@@ -196,6 +197,18 @@ def _only(judgements: Sequence[Judgement], failed: Sequence[Judgement]) -> Itera
     short = f"only {_names([*wrong])} {'fail' if len(wrong) > 1 else 'fails'}"
     hold, them = ("hold", "them") if len(holding) > 1 else ("holds", "it")
     yield Symptom(short, f"{short}: {_names([*holding])} {hold} in all {count:,} failing cases that judge {them}, too")
+
+
+def _one_way(judgements: Sequence[Judgement], failed: Sequence[Judgement]) -> Iterator[Symptom]:
+    """One way of calling that alone fails."""
+    wrong, checks = {(one.tensor, one.dtype) for one in failed}, {one.check for one in failed}
+    others = {one.case for one in judgements if one.status == "passed" and (one.tensor, one.dtype) in wrong}
+    others -= {one.case for one in failed}
+    if len(checks) == 1 and (check := checks.pop()).startswith("contract/") and len(others) >= FEWEST:
+        yield Symptom(
+            f"only the check {check} fails",
+            f"only the check {check} fails: the same tensors in the same dtypes hold in {len(others):,} other cases",
+        )
 
 
 def _edges(length: int, parts: int) -> list[int]:

@@ -142,7 +142,8 @@ def finding(judgement: Judgement, *about: str) -> list[str]:
         counts = f", which counts as 0 in {judgement.dtype}" if is_zero(judgement) and exact != "0" else ""
         lines.append(f"worst at {where(judgement)}: got {got}, exact {exact}{counts}")
         lines.append(judgement.worst.note)
-    if judgement.bias is not None and (size(worst) <= 1 or abs(judgement.bias) > (judgement.bias_allowance or 0.0)):
+    is_part = size(worst) <= 1 or (leans(judgement) and abs(judgement.bias or 0.0) >= PART * size(worst))
+    if judgement.bias is not None and is_part:
         lines.append(bias_line(judgement))
     return [line for line in lines if line]
 
@@ -155,21 +156,23 @@ def _sizes(worst: Element) -> tuple[str, str]:
     return scientific(worst.error, digits), scientific(worst.bound, digits)
 
 
+PART = 0.02  # the least share of the largest error, above its bound, from which on a bias is told
+
+
 def bias_line(judgement: Judgement) -> str:
-    """The line about a bias, with its standard error: "bias 0.31 ± 0.02 ulp; 0.25 is allowed"."""
-    error = "" if judgement.bias_error is None else f" ± {number(judgement.bias_error)}"
-    allowed = "" if judgement.bias_allowance is None else f"; {number(judgement.bias_allowance)} is allowed"
-    return f"bias {number(judgement.bias)}{error} {bias_unit(judgement.dtype)}{allowed}"
+    """The line about a bias, with its standard error and its limit, which is another one than that of rho.
 
-
-def bias_of_limit(judgement: Judgement) -> str:
-    """The line about a bias with its share of its limit: "bias 0.41 ± 0.02 ulp, 1.2 times its own limit".
-
-    The report shows it, because the limit of rho is 1 and that of a bias is another number.
+    For example: "bias 0.41 ± 0.02 ulp, 1.2 times its limit".
     """
-    allowed = (judgement.bias_allowance or 0.0) + 4.0 * (judgement.bias_error or 0.0)
-    share = abs(judgement.bias or 0.0) / allowed if allowed else math.inf
-    return f"{bias_line(judgement).partition(';')[0]}, {rho(share)} times its own limit"
+    error = "" if judgement.bias_error is None else f" ± {number(judgement.bias_error)}"
+    limit = bias_limit(judgement)
+    share = f", {rho(abs(judgement.bias or 0.0) / limit)} times its limit" if limit else ""
+    return f"bias {number(judgement.bias)}{error} {bias_unit(judgement.dtype)}{share}"
+
+
+def bias_limit(judgement: Judgement) -> float:
+    """The largest bias that passes: the allowance and four standard errors. 0 if nothing is known."""
+    return (judgement.bias_allowance or 0.0) + 4.0 * (judgement.bias_error or 0.0)
 
 
 def leaning(judgement: Judgement) -> str:
@@ -235,9 +238,8 @@ def listed(names: Iterable[str], last: str = "and") -> str:
 
 
 def leans(judgement: Judgement) -> bool:
-    """Whether the bias is larger than it may be: than the allowance and four standard errors."""
-    allowed = (judgement.bias_allowance or 0.0) + 4.0 * (judgement.bias_error or 0.0)
-    return judgement.bias is not None and abs(judgement.bias) > allowed > 0.0
+    """Whether the bias is larger than it may be (`bias_limit`)."""
+    return judgement.bias is not None and abs(judgement.bias) > bias_limit(judgement) > 0.0
 
 
 def reason(judgement: Judgement) -> str:
@@ -250,7 +252,7 @@ def reason(judgement: Judgement) -> str:
     if size(worst) > 1:
         return f"{about} is {times(size(worst))} times as far off as its arithmetic allows"
     if leans(judgement):
-        return f"{leaning(judgement)}: {bias_of_limit(judgement)}"
+        return f"{leaning(judgement)}: {bias_line(judgement)}"
     if judgement.rms is not None:
         return (
             f"the root mean square of the errors of {about} is {number(judgement.rms)} times what its arithmetic makes"

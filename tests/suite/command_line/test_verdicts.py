@@ -419,12 +419,12 @@ def test_a_bias_is_told_as_a_cause() -> None:
     ]  # fmt: skip
     said = list(causes.one_screen("f", biased))
     assert said[1:3] == [
-        "  the errors of out in bfloat16 lean to one side: bias -0.50 ± 0.010 ulp; 0.25 is allowed",
+        "  the errors of out in bfloat16 lean to one side: bias -0.50 ± 0.010 ulp, 1.7 times its limit",
         "    in 2 of 3 checks, bfloat16; the simplest case:",
     ]
     assert causes.headline(biased) == said[1].strip()
     assert list(failures.in_short([biased])) == [
-        "failed: a/3, float16: out bias -0.50 ± 0.010 ulp; 0.25 is allowed, and 2 checks more in the same words"
+        "failed: a/3, float16: out bias -0.50 ± 0.010 ulp, 1.7 times its limit, and 2 checks more in the same words"
     ]
     larger = [msgspec.structs.replace(one, rho=1.3) for one in biased]  # the rho tells these failures
     assert causes.headline(larger) == ""

@@ -42,11 +42,11 @@ def judged(fails: Callable[[Case], bool]) -> list[Judgement]:
 @pytest.mark.parametrize(
     ("fails", "words"),
     [
-        (lambda case: case.dim >= 136, "a head dim of at least 136 (128 passes)"),
+        (lambda case: case.dim >= 136, "a head dim of at least 136 (a case with 128 passes)"),
         (lambda case: case.dtype == "bfloat16", "dtype bfloat16"),
         (
             lambda case: case.mask == "causal-br" and case.heads > case.kv_heads,
-            "at least 2 query heads for each key head (1 passes) and mask causal-br",
+            "at least 2 query heads for each key head (a case with 1 passes) and mask causal-br",
         ),
         (lambda case: case.dropout > 0 and case.heads > case.kv_heads, "dropout other than none"),  # some, most
     ],
@@ -99,13 +99,16 @@ def test_a_property_that_only_repeats_the_draw_is_not_named() -> None:
     found = common.shared([*failing, *narrow, *wide])
     assert found is not None
     assert str(found) == (
-        "All 40 failing cases have a head dim of at least 256 (64 passes); 2 of 102 passing cases have that, too, "
-        "with errors inside the bound"
+        "All 40 failing cases have a head dim of at least 256 (a case with 64 passes); 2 of the 102 passing "
+        "cases that judge the same tensors have that, too"
     )
     many = [judgement(case=f"b1 h1 q{n} k{n} d256 float32") for n in range(400, 440)]
     found = common.shared([*failing, *narrow, *many])
     assert found is not None
-    assert found.words == "at most 139 queries (400 passes) and a head dim of at least 256 (64 passes)"
+    assert (
+        found.words
+        == "at most 139 queries (a case with 400 passes) and a head dim of at least 256 (a case with 64 passes)"
+    )
     assert found.passing == (0, 140)
 
 
@@ -116,7 +119,7 @@ def test_a_property_that_leaves_out_as_many_failing_cases_is_not_named() -> None
     passing += [judgement(case=f"b1 h1 q{n} k{n} d64 float32") for n in range(300, 430)]
     found = common.shared([*failing, *passing])
     assert found is not None
-    assert found.words == "a head dim of at least 256 (64 passes)"
+    assert found.words == "a head dim of at least 256 (a case with 64 passes)"
 
 
 def test_a_property_that_another_one_makes_needless_goes() -> None:
