@@ -1183,22 +1183,40 @@ _SAYS_NOTHING_OF_INPUTS = {
 }
 
 
-def simplest(case: Case, fails: Callable[[Case], bool]) -> Case:
+@dataclass(frozen=True)
+class Simplest:
+    """A case that fails, with as many factors as possible at their plain level.
+
+    needs: the factors without which it passes. They were tried one by one, in the case as it is.
+    """
+
+    case: Case
+    needs: tuple[str, ...] = ()
+
+
+def simplest(case: Case, fails: Callable[[Case], bool]) -> Simplest:
     """A case that fails as this case does, with as many factors as possible at their plain level.
 
-    fails: whether a case fails. It is called at most once for each factor, last for factors that choose a kernel's
-    code.
+    fails: whether a case fails. Each round calls it at most once for each factor, last for factors that choose a
+    kernel's code. The last round finds nothing to make plain.
     """
     row = levels(case)
     if "another" in row.values():
-        return case
-    for factor in sorted(FACTORS, key=lambda factor: factor.weight):
-        if row[factor.name] == PLAIN[factor.name]:
-            continue
-        simpler = row | {factor.name: PLAIN[factor.name]}
-        for rule in _RULES:
-            if not rule.holds(simpler):  # the rule also needs its other factors at their plain level
-                simpler |= {name: PLAIN[name] for name in rule.factors}
-        if all(rule.holds(simpler) for rule in _RULES) and fails(case_of(simpler, case.seed)):
-            row = simpler
-    return case_of(row, case.seed) if row != levels(case) else case
+        return Simplest(case)
+    while True:
+        before, needs = row, []
+        for factor in sorted(FACTORS, key=lambda factor: factor.weight):
+            if row[factor.name] == PLAIN[factor.name]:
+                continue
+            simpler = row | {factor.name: PLAIN[factor.name]}
+            for rule in _RULES:
+                if not rule.holds(simpler):  # the rule also needs its other factors at their plain level
+                    simpler |= {name: PLAIN[name] for name in rule.factors}
+            if not all(rule.holds(simpler) for rule in _RULES):
+                continue
+            if fails(case_of(simpler, case.seed)):
+                row = simpler
+            else:
+                needs.append(factor.name)
+        if row == before:
+            return Simplest(case_of(row, case.seed) if row != levels(case) else case, tuple(needs))

@@ -443,11 +443,10 @@ class Subject:
         question = self._question(verdicts, answer, case, given)
         if question or given is not None:
             return question, ""
-        simple, is_whole = self._simplest(case, name)
+        simple, needs = self._simplest(case, name)
         if simple == case:
             return "", self._onset(case, name)
-        needs = [f"{factor} {level}" for factor, level in levels(simple).items() if level != self.space.plain[factor]]
-        words = f"; it needs {', '.join(needs)}" if needs and is_whole else ""
+        words = f"; it needs {', '.join(needs)}" if needs else ""
         return self._question_of(simple), f"the simplest case that fails: {simple}{words}"
 
     def _question(self, verdicts: list[Judged], answer: Answer, case: Case, given: Inputs | None) -> str:
@@ -467,14 +466,17 @@ class Subject:
                 return self._question(verdicts, found.answer, found.case, found.given)
         return ""
 
-    def _simplest(self, case: Case, name: TensorName) -> tuple[Case, bool]:
-        """The simplest case that fails, and whether there was time to try each of its properties without it.
+    def _simplest(self, case: Case, name: TensorName) -> tuple[Case, list[str]]:
+        """The simplest case that fails, and the levels without which it passes: none if there was no time to try all.
 
         It is the case itself if no simpler one fails.
         """
         end = time.monotonic() + self.simplifying
-        simple = simplest(case, lambda other: time.monotonic() < end and self._fails(other, name))
-        return simple, time.monotonic() < end
+        found = simplest(case, lambda other: time.monotonic() < end and self._fails(other, name))
+        if time.monotonic() >= end:
+            return found.case, []
+        shown = levels(found.case)
+        return found.case, [f"{factor} {level}" for factor, level in shown.items() if factor in found.needs]
 
     def _onset(self, case: Case, name: TensorName) -> str:
         """From which magnitude, or shift, the case fails, in words. Halving finds the value."""

@@ -134,7 +134,8 @@ def test_the_simplest_case_keeps_what_it_needs() -> None:
         Case.parse(line)
     case = Case.parse(line.replace(" packed-kv", "").replace("q150 k150", "q200 k200"))
     found = simplest(case, lambda other: other.mask == "causal" and other.layouts[1] == "columns")
-    assert {name for name, level in levels(found).items() if level != PLAIN[name]} == {"mask", "layout of k"}
+    assert {name for name, level in levels(found.case).items() if level != PLAIN[name]} == {"mask", "layout of k"}
+    assert set(found.needs) == {"mask", "layout of k"}
 
 
 def test_an_array_is_left_for_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
