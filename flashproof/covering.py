@@ -51,6 +51,8 @@ class Covering:
     its factor and of itself, and the names of the tensors. A pair is complete when each tensor is shown by some row
     that contains the pair, except the tensors that the pair itself hides. A row in which one level hides a tensor
     completes only triples that contain this level.
+
+    dense: whether a row for a triple has no hiding level beside it. A row then completes more triples.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Covering:
         costs: Sequence[Sequence[float]] | None = None,
         hides: Sequence[tuple[Sequence[tuple[int, int]], Collection[str]]] = (),
         coarse: Sequence[Sequence[bool]] | None = None,
+        dense: bool = False,
     ) -> None:
         self.sizes = tuple(sizes)
         self.allowed = allowed
@@ -91,6 +94,7 @@ class Covering:
         self.used = np.zeros(len(self.factor))
         self._costs = np.zeros(len(self.factor)) if costs is None else np.concatenate(costs)
         self._hiding: np.ndarray = np.logical_not(alone.all(axis=0))
+        self._fits: np.ndarray = ~self._hiding if dense else np.ones(len(self.factor), dtype=bool)
         self._coarse = np.zeros(len(self.factor)) if coarse is None else _OF_COARSE * np.concatenate(coarse)
         # These costs make the plain levels the first choice. The other levels follow in their order.
         self._plainly = 1e9 * (np.arange(len(self.factor)) - self.starts[self.factor])
@@ -247,7 +251,7 @@ class Covering:
         """
         row = self._row(*chosen)
         gain = _Gain(self, chosen)
-        possible = np.ones(len(self.factor), dtype=bool)
+        possible = self._fits.copy() if len(chosen) > 2 else np.ones(len(self.factor), dtype=bool)
         for level in chosen:
             gain.take(level)
             possible &= self.pairs[:, level]
@@ -297,12 +301,13 @@ class _Gain:
     def __init__(self, covering: Covering, wanted: list[int]) -> None:
         self._covering = covering
         self._taken: list[int] = []
+        self._is_of_pairs = len(wanted) == 2  # a row is for a triple only when all pairs are complete
         tensors, levels, _ = covering._shows.shape
         # For each tensor, the levels with which the row shows it.
         self._shown = covering._shows.diagonal(axis1=1, axis2=2).copy()
         # For each tensor, the new pairs of the levels that are taken. The pair that the row is for counts for more than
         # all other pairs of a row.
-        self._so_far = np.zeros(tensors) if len(wanted) > 2 else 1e3 * covering._open_pairs[:, wanted[0], wanted[1]]
+        self._so_far = 1e3 * covering._open_pairs[:, wanted[0], wanted[1]]
         self._pairs = np.zeros((tensors, levels))  # for each tensor, the new pairs of each level with the taken ones
         self._triples_so_far = 0.0
         self._triples = np.zeros(levels)
@@ -310,16 +315,19 @@ class _Gain:
     @property
     def worth(self) -> np.ndarray:
         """The value of the row with each level, in new triples. What a hiding level hides is lost."""
-        of_tensors = (self._shown * (self._so_far[:, None] + self._pairs)).sum(axis=0)
         kept = np.where(self._covering._hiding, 0.0, self._triples_so_far)
+        if not self._is_of_pairs:
+            return self._triples + kept
+        of_tensors = (self._shown * (self._so_far[:, None] + self._pairs)).sum(axis=0)
         return PAIR / len(self._shown) * of_tensors + self._triples + kept
 
     def take(self, level: int) -> None:
         """Adds a level to the row."""
         covering, hiding = self._covering, self._covering._hiding
-        self._so_far += self._pairs[:, level]
-        self._shown &= covering._shows[:, level] & self._shown[:, level, None]
-        self._pairs += covering._open_pairs[:, level]
+        if self._is_of_pairs:
+            self._so_far += self._pairs[:, level]
+            self._shown &= covering._shows[:, level] & self._shown[:, level, None]
+            self._pairs += covering._open_pairs[:, level]
         self._triples_so_far = 0.0 if hiding[level] else self._triples_so_far + self._triples[level]
         with_it, weight = covering.open_triples[level], covering._weight
         before = [other for other in self._taken if hiding[other]]

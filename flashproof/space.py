@@ -8,6 +8,7 @@ To add a level, add its word to its factor. To add a factor, add it to `FACTORS`
 `of` reads the level from a case. `_RULES` excludes levels that cannot occur together.
 """
 
+import ast
 import inspect
 import math
 import zlib
@@ -220,6 +221,7 @@ _LIFTS = {1.0: 12.0, 2.0**-10: 3.0, 16.0: 30.0, 64.0: 100.0}  # the lift of a sp
 # Inputs that are not plain make some tensors large or zero, and so they hide faults. A very large batch x heads leaves
 # no room for any other size. The array takes such a level where a pair needs it, and seldom otherwise.
 RARE = 60.0
+_DENSE = 0.05  # the share of these costs that counts in dense rows
 _SHIFTS = {"none": 0.0, "-100": -100.0, "100": 100.0, "10000": 1e4}
 
 
@@ -712,7 +714,8 @@ class Room:
     that is compiled for each. pairs: whether the run has as many cases as all pairs need. shows: what each pair needs
     cases for: one that shows each tensor of the answer, one that shows the forward and one that shows the backward, or
     one that may show neither. common: whether the run has every combination of four common levels. triples: the room of
-    the further cases, which complete every triple that fits in that room.
+    the further cases, which complete every triple that fits in that room. dense: whether each row completes as many
+    triples as it can: levels cost little.
     """
 
     work: float
@@ -726,6 +729,7 @@ class Room:
     common: bool = True
     odd: int | None = None
     triples: "Room | None" = None
+    dense: bool = False
 
     @property
     def is_of_slow_tiles(self) -> bool:
@@ -765,8 +769,12 @@ def room_of(implementation: Implementation, device: Device, effort: Effort = "de
 
 
 def _smaller(room: Room) -> Room:
-    """The room of the cases that complete triples: fifty times as many, each in a third of the time."""
-    return replace(room, work=min(room.work, 2.0**23), numbers=2.0**17, many=2.0**17, cases=0, common=False)
+    """The room of the cases that complete triples: many times as many, each in a third of the time.
+
+    The last rows of an array complete few new triples each. If rare levels cost more than that, each row has only one
+    of them, and three times as many rows are needed.
+    """
+    return replace(room, work=min(room.work, 2.0**23), numbers=2.0**17, many=2.0**17, cases=0, common=False, dense=True)
 
 
 def _smallest(known: Known) -> Case:
@@ -790,8 +798,12 @@ def _of_sizes(batch: int, heads: int, kv_heads: int, queries: int, keys: int, di
 
 @cache
 def _sources() -> str:
-    """The sources of everything that the rows of an array depend on, apart from the claims and the room."""
-    return "".join(Path(inspect.getfile(part)).read_text() for part in (Space, Case, Covering, Supports))
+    """The sources of everything that the rows of an array depend on, apart from the claims and the room.
+
+    They are syntax trees, which have no comments.
+    """
+    files = [Path(inspect.getfile(part)) for part in (Space, Case, Covering, Supports)]
+    return "".join(ast.dump(ast.parse(file.read_text())) for file in files)
 
 
 class Space:
@@ -902,7 +914,9 @@ class Space:
             if all(level in self.levels[name] for name, level in known.items())
         ]
         coarse = [[level in factor.coarse for level in self.levels[factor.name]] for factor in FACTORS]
-        return Covering(sizes, self.allowed, [factor.weight for factor in FACTORS], costs, hides, coarse)
+        return Covering(
+            sizes, self.allowed, [factor.weight for factor in FACTORS], costs, hides, coarse, self.room.dense
+        )
 
     def _hidden(self, tensors: Collection[str]) -> Collection[str]:
         """What is hidden, by tensor or by direction."""
@@ -915,7 +929,7 @@ class Space:
 
     def _cost_of(self, factor: Factor, level: str) -> float:
         """The cost of a level, in new triples. Where tiles are slow, each further tile of a level costs a new pair."""
-        cost = factor.cost_of(level)
+        cost = factor.cost_of(level) * (_DENSE if self.room.dense else 1.0)
         if not self.room.is_of_slow_tiles or factor.name not in _OF_SIZE:
             return cost
         return cost + PAIR * (steps_of(_smallest({factor.name: level})) / steps_of(_smallest({})) - 1)
