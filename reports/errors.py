@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from flashproof.reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, in_ulps, size, telling_rho
+from flashproof.reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, in_ulps, size
 
 SHARED_CASES = 8  # the least number of common cases; an implementation that shares fewer is not compared
 
@@ -47,20 +47,28 @@ class Row:
 
 def rows(evidence: Evidence) -> list[Row]:
     """All rows: by dtype, then by tensor, then by name."""
-    return [row for dtype in evidence.dtypes for tensor in TENSORS for row in _of_tensor(evidence, dtype, tensor)]
-
-
-def _of_tensor(evidence: Evidence, dtype: str, tensor: str) -> list[Row]:
-    groups: dict[tuple[str, Machine], tuple[Kernel, list[Judged]]] = {}
+    found: defaultdict[tuple[str, str | None], _Groups] = defaultdict(dict)
     for kernel in evidence.kernels:
         for judged in kernel.judged:
             one = judged.judgement
-            if (one.dtype, one.tensor) == (dtype, tensor) and judged.rho is not None:
+            if judged.rho is not None:
+                groups = found[one.dtype, one.tensor]
                 groups.setdefault((kernel.name, judged.machine), (kernel, []))[1].append(judged)
+    return [
+        row
+        for dtype in evidence.dtypes
+        for tensor in TENSORS
+        for row in _of_tensor(found[dtype, tensor], dtype, tensor)
+    ]
+
+
+_Groups = dict[tuple[str, Machine], tuple[Kernel, list[Judged]]]  # by implementation and machine
+
+
+def _of_tensor(groups: _Groups, dtype: str, tensor: str) -> list[Row]:
     common = _common({place: own for place, (_, own) in groups.items()})
     worst = {
-        place: max(own, key=lambda judged: (telling_rho(judged), size(judged.rho)))
-        for place, (_, own) in groups.items()
+        place: max(own, key=lambda judged: (judged.telling_rho, size(judged.rho))) for place, (_, own) in groups.items()
     }
     without = {
         judged.judgement.case for _, own in groups.values() for judged in own if in_ulps(judged.judgement) is None

@@ -92,6 +92,20 @@ class Judged:
         """The larger of the two ratios that gate (`worst_rho`); None for a yes-or-no property."""
         return worst_rho(self.judgement)
 
+    @cached_property
+    def telling_rho(self) -> float:
+        """The size of the rho, for a ranking. A failure at nearly 0 (`is_nearly_zero`) ranks below the others."""
+        is_failure = self.judgement.status in ("failed", "known defect")
+        return min(size(self.rho), 1.0) if is_failure and is_nearly_zero(self.judgement) else size(self.rho)
+
+    @cached_property
+    def severity(self) -> tuple[int, float]:
+        """A sort key by which the worst judgement is the largest.
+
+        From worst to best, the statuses are failed, known defect, refused and passed. Equal statuses compare by rho.
+        """
+        return ("passed", "refused", "known defect", "failed").index(self.judgement.status), self.telling_rho
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -225,20 +239,9 @@ def is_nearly_zero(judgement: Judgement) -> bool:
     return is_zero(judgement) or size(worst.exact) < NEARLY * size(worst.error)
 
 
-def telling_rho(judged: Judged) -> float:
-    """The size of a rho, for a ranking. A failure at nearly 0 (`is_nearly_zero`) ranks below the others."""
-    is_failure = judged.judgement.status in ("failed", "known defect")
-    return min(size(judged.rho), 1.0) if is_failure and is_nearly_zero(judged.judgement) else size(judged.rho)
-
-
 def severity(judged: Judged) -> tuple[int, float]:
-    """A sort key by which the worst judgement is the largest.
-
-    From worst to best, the statuses are failed, known defect, refused and passed. Equal statuses compare by rho
-    (`telling_rho`).
-    """
-    statuses = ("passed", "refused", "known defect", "failed")
-    return statuses.index(judged.judgement.status), telling_rho(judged)
+    """The severity of a judgement, as a key for `max` and `sorted`."""
+    return judged.severity
 
 
 def gather(paths: Iterable[Path], damaged: list[str] | None = None) -> Evidence:

@@ -18,7 +18,6 @@ from flashproof.reports.evidence import (
     is_nearly_zero,
     severity,
     size,
-    telling_rho,
 )
 from flashproof.reports.record import LAYERS, Judgement
 from flashproof.reports.tables import State
@@ -171,7 +170,7 @@ def lines(evidence: Evidence) -> list[tuple[str, list[Line]]]:
 
 
 def _failing_rho(judged: Judged | None) -> float:
-    return -1.0 if judged is None or judged.judgement.status != "failed" else telling_rho(judged)
+    return -1.0 if judged is None or judged.judgement.status != "failed" else judged.telling_rho
 
 
 def key_of(judgement: Judgement) -> str:
@@ -181,7 +180,14 @@ def key_of(judgement: Judgement) -> str:
 
 
 def line(kernel: Kernel, machine: Machine, shown: tuple[Column, ...], evidence: Evidence) -> Line:
-    """The row of an implementation on a machine, with these columns."""
+    """The row of an implementation on a machine, with these columns. Two pages show it, so the kernel keeps it."""
+    kept: dict[object, Line] = vars(kernel).setdefault("lines", {})
+    if (machine, shown) not in kept:
+        kept[machine, shown] = _line(kernel, machine, shown, evidence)
+    return kept[machine, shown]
+
+
+def _line(kernel: Kernel, machine: Machine, shown: tuple[Column, ...], evidence: Evidence) -> Line:
     own = [judged for judged in kernel.judged if judged.machine == machine]
     if not own:
         verdict = tables.verdict(kernel) if not kernel.judged else tables.Cell("not run")

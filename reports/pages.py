@@ -4,9 +4,10 @@ The pages, their style, their script and the lists of all cases lie in one folde
 readable without its script, which adds sorting, filters, and the lists of all cases.
 """
 
+import multiprocessing
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from flashproof.reports.templating import GENERATOR
 from flashproof.reports.training import Step
 
 # The files that every page names: its style, and its script.
+MANY = 20_000  # judgements whose pages several processes write
 BESIDE = {name: (Path(__file__).parent / "templates" / name).read_text("utf-8") for name in ("style.css", "script.js")}
 
 
@@ -150,12 +152,32 @@ class _Site:
         yield from BESIDE.items()
         for file, _ in self.menu:
             yield file, pages[file]()
-        for kernel in self.evidence.kernels:
-            yield f"{wording.stem(kernel.name)}.html", self.kernel(kernel)
-            if kernel.judged:
-                yield casefile.address(kernel), casefile.content(kernel, self.shared.get(kernel.name))
-                yield f"{badges.FOLDER}/{wording.stem(kernel.name)}.svg", badges.svg(kernel, self.evidence)
-                yield f"{badges.FOLDER}/{wording.stem(kernel.name)}.json", badges.endpoint(kernel, self.evidence)
+        for files in self._of_kernels():
+            yield from files
+
+    def _of_kernels(self) -> Iterator[list[tuple[str, str]]]:
+        """The files of each implementation. Where there is much to write, several processes write them."""
+        numbers = range(len(self.evidence.kernels))
+        if sum(len(kernel.judged) for kernel in self.evidence.kernels) < MANY:
+            yield from map(self.of_kernel, numbers)
+            return
+        global _site  # noqa: PLW0603
+        _site = self  # the processes that are forked now have it, too
+        with multiprocessing.get_context("fork").Pool() as pool:
+            yield from pool.imap(_of_kernel, numbers)
+
+    def of_kernel(self, number: int) -> list[tuple[str, str]]:
+        """The names and contents of the files about one implementation."""
+        kernel = self.evidence.kernels[number]
+        name = wording.stem(kernel.name)
+        files = [(f"{name}.html", self.kernel(kernel))]
+        if kernel.judged:
+            files += [
+                (casefile.address(kernel), casefile.content(kernel, self.shared.get(kernel.name))),
+                (f"{badges.FOLDER}/{name}.svg", badges.svg(kernel, self.evidence)),
+                (f"{badges.FOLDER}/{name}.json", badges.endpoint(kernel, self.evidence)),
+            ]
+        return files
 
     def render(self, page: str, file: str = "", **values: Any) -> str:
         """A page with its menu. file: its name, where the menu holds it."""
@@ -222,6 +244,14 @@ class _Site:
             "implementation.html",
             **portrait.values(kernel, self.evidence, self.timings, self.sentences, self.shared.get(kernel.name)),
         )
+
+
+_site: _Site | None = None  # in a process that writes files of implementations
+
+
+def _of_kernel(number: int) -> list[tuple[str, str]]:
+    assert _site is not None
+    return _site.of_kernel(number)
 
 
 def _order(rows: list[mutants.Row]) -> list[tuple[str, list[mutants.Row]]]:

@@ -100,8 +100,16 @@ def verdict(kernel: Kernel) -> Cell:
     """The one state of an implementation.
 
     It is "failed" if anything failed, else "known defect" if there is one, else "passed" if anything passed. Without
-    judgements, it is the reason of the first absence, or "not run".
+    judgements, it is the reason of the first absence, or "not run". Many parts of a site ask for it, so the kernel
+    keeps it.
     """
+    kept: dict[str, Cell] = vars(kernel)
+    if "verdict" not in kept:
+        kept["verdict"] = _verdict(kernel)
+    return kept["verdict"]
+
+
+def _verdict(kernel: Kernel) -> Cell:
     if kernel.judged:
         return found(list(kernel.judged))
     reasons = {absence.reason: absence.message for absence, _ in kernel.absences}

@@ -52,7 +52,7 @@ TILES = {
     (32, 256): Tiles(forward=Tile(4, 16, 16), backward=Tile(2, 16, 16)),
 }
 # The tiles on the twin, by the padded head dim. Both kernels are compiled together there, so they share one tile.
-TWIN_TILES = {64: Tile(4, 16, 32), 128: Tile(2, 32, 64), 256: Tile(4, 16, 16)}
+TWIN_TILES = {64: Tile(2, 16, 32), 128: Tile(2, 32, 64), 256: Tile(2, 32, 32)}
 
 
 def tiles(dtype: torch.dtype, dim: int, twin: bool) -> Tiles:

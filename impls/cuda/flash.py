@@ -55,7 +55,8 @@ STRIDED_TILES = {(32, 128): {"dquery": Tile(4, 16, 16)}}
 # The tiles on the twin, by the padded head dim. The kernels of a file are compiled together there, so they share one
 # tile. Together these tiles cover the properties of the GPU's tiles: 16 or 32 rows for a warp, more rows than columns
 # and fewer, operands that are held in registers and operands that are read again, rows that are split between warps.
-TWIN_TILES = {64: Tile(4, 16, 32, hold=True), 128: Tile(4, 32, 64, split=2), 256: Tile(4, 16, 16, split=2)}
+# The twin takes turns between the threads of a block, so blocks with few threads are fast.
+TWIN_TILES = {64: Tile(2, 16, 32, hold=True), 128: Tile(4, 32, 64, split=2), 256: Tile(2, 32, 32)}
 
 
 def tiles(dtype: torch.dtype, dim: int, dropout: bool, strided: bool, chip: Chip) -> Tiles:
