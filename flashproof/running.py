@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from flashproof.session import Session
 
 CONFIGURATION = Path(__file__).with_name("isolated.ini")
-# No plugin but these, no output of pytest's own, and no file but the records.
+# No plugin but these, no output of pytest's own, and no file but the records. The plugin that collects log messages
+# would make torch.compile write its traces, which takes a tenth of its time.
 ALONE = (
     *("--disable-plugin-autoload", "-p", "xdist.plugin", "-p", "flashproof.pytest_plugin"),
-    *("-p", "no:terminal", "-p", "no:cacheprovider", "--assert=plain"),
+    *("-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:logging", "--assert=plain"),
 )
 FOREIGN = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_XDIST_AUTO_NUM_WORKERS")  # variables that would add to the words
 Processes = int | str  # how many, or "auto"
