@@ -27,7 +27,10 @@ OF_TENSORS = ("accuracy", "gradients")  # the layers whose tensors have columns 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the first screen: a tensor of the accuracy and gradient checks, or another layer of checks."""
+    """A column of the first screen: a tensor, or a layer of checks other than those of accuracy and gradients.
+
+    The column of a tensor has what these two layers say of it, and where it fails in any other.
+    """
 
     key: str
     title: str
@@ -41,7 +44,7 @@ class Column:
         if not self.tensor:
             return layer in self.layers
         if layer not in OF_TENSORS:
-            return False
+            return judgement.status == "failed" and judgement.tensor == self.tensor
         if judgement.tensor is None:
             return layer == self.layers[0]
         return judgement.tensor == self.tensor
