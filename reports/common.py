@@ -166,19 +166,23 @@ def simplest_lines(text: str) -> list[str]:
 
 
 class Needs(NamedTuple):
-    """The plainest case that fails, and its properties: made plain one by one, each of them lets it pass."""
+    """The plainest case that fails, and the properties without each of which it passes, in words.
+
+    everywhere: those that all failing cases have. here: those that other failing cases lack.
+    """
 
     case: str
-    properties: tuple[str, ...]
+    everywhere: tuple[str, ...]
+    here: tuple[str, ...]
 
     def __str__(self) -> str:
-        each = [_in_words(one) for one in self.properties]
-        which = (
-            f"It passes without {each[0]}"
-            if len(each) == 1
-            else f"It passes without any one of these: {'; '.join(each)}"
-        )
-        return f"The plainest case that still fails is {self.case}. {which}"
+        others = f"passes without {wording.listed(self.here, 'or')}, which other failing cases do not need"
+        if not self.everywhere:
+            return f"The plainest case that still fails, {self.case}, {others}"
+        each = ("that", "either")[len(self.everywhere) - 1] if len(self.everywhere) < 3 else "any one of these"
+        told = f"All failing cases have {wording.listed(self.everywhere)}. "
+        told += f"The plainest case that still fails, {self.case}, passes without {each}"
+        return told + (f"; it also {others}" if self.here else "")
 
 
 _WORDS = {
@@ -188,15 +192,29 @@ _WORDS = {
     "head dim": "a head dim of {}",
 }
 _RESTS = {"of 64": "that 64 divides", "of 16": "that 16 divides", "even": "that 2 divides", "odd": "that is odd"}
+_DIVISORS = {"of 64": 64, "of 16": 16, "even": 2}
 
 
-def _in_words(of_case: str) -> str:
-    """A property as a failure names it, such as "keys' rest even", in plainer words."""
-    for factor, words in _WORDS.items():
-        if of_case.startswith(f"{factor} "):
-            return words.format(of_case.removeprefix(f"{factor} "))
-    name, _, rest = of_case.partition("' rest ")
-    return f"a number of {name} {_RESTS.get(rest, rest)}" if rest else of_case
+def _in_words(name: str, level: str) -> str:
+    """A level of a factor, such as `even` of `keys' rest`, in plainer words."""
+    if name in _WORDS:
+        return _WORDS[name].format(level)
+    of_what = name.removesuffix("' rest")
+    return f"a number of {of_what} {_RESTS[level]}" if of_what != name else f"{name} {level}"
+
+
+def _of_all(name: str, level: str, failing: Sequence[Case]) -> str:
+    """What all failing cases have of a level that one of them needs, in words. Empty if they have nothing of it."""
+    if all(_levels(case)[name] == level for case in failing):
+        return _in_words(name, level)
+    words = _WORDS.get(name, "")
+    if words in SIZES and (least := min(map(SIZES[words], failing))) > 1:
+        return words.format(f"at least {least:,}")
+    if name.endswith("' rest") and level in _DIVISORS:
+        sizes = [case.keys if name.startswith("keys") else case.queries for case in failing]
+        common = next((rest for rest, divisor in _DIVISORS.items() if not any(size % divisor for size in sizes)), "")
+        return _in_words(name, common) if common else ""
+    return ""
 
 
 FEW = 5  # properties of a case that a sentence can name
@@ -204,14 +222,21 @@ FEW = 5  # properties of a case that a sentence can name
 
 def needs(judgements: Sequence[Judgement]) -> Needs | None:
     """What the plainest failing case of all needs. None if no case was made plain, or if the plainest needs much."""
-    found = [
-        Needs(case, tuple(properties.split(", ")))
-        for one in judgements
-        if one.status == "failed"
-        for case, properties in _NEEDS.findall(one.message)
-    ]
-    plainest = min(found, key=lambda one: (len(one.properties), one.case), default=None)
-    return plainest if plainest and len(plainest.properties) <= FEW else None
+    failures = [one for one in judgements if one.status == "failed" and one.case]
+    found = [(case, levels.split(", ")) for one in failures for case, levels in _NEEDS.findall(one.message)]
+    case, needed = min(found, key=lambda one: (len(one[1]), one[0]), default=("", []))
+    lines = {one.case for one in failures} | {line for one in failures for line in simplest_lines(one.message)}
+    failing = [parsed for line in sorted(lines) if (parsed := _case(line))]
+    if not 0 < len(needed) <= FEW or not failing:
+        return None
+    everywhere, here = list[str](), list[str]()
+    names = sorted((factor.name for factor in FACTORS), key=len, reverse=True)
+    for one in needed:
+        name = next((name for name in names if one.startswith(f"{name} ")), "")
+        level = one.removeprefix(f"{name} ")
+        shared = _of_all(name, level, failing) if name else ""
+        (everywhere if shared else here).append(shared or _in_words(name, level))
+    return Needs(case, tuple(everywhere), tuple(here))
 
 
 _NEEDS = re.compile(r"(?m)^the simplest case that fails: (.*?); it needs (.*)$")
