@@ -1,8 +1,8 @@
 """The rows of covering arrays: where a run finds them, before it builds them.
 
 An array takes up to ten seconds to build, and it is the same on every machine. So the package contains the arrays of
-its own implementations and of a function with the signature of `scaled_dot_product_attention`. Any other array is
-built once. The processes of a run share it, and later runs find it in the user's cache folder.
+its own implementations and of functions with usual signatures, on a CPU. A run builds any other array once. The
+processes of the run share it, and later runs find it in the user's cache folder.
 """
 
 import fcntl

@@ -223,7 +223,7 @@ FEW = 5  # properties of a case that a sentence can name
 def needs(judgements: Sequence[Judgement]) -> Needs | None:
     """What the plainest failing case of all needs. None if no case was made plain, or if the plainest needs much."""
     failures = [one for one in judgements if one.status == "failed" and one.case]
-    found = [(case, levels.split(", ")) for one in failures for case, levels in _NEEDS.findall(one.message)]
+    found = [(case, words.split(", ")) for one in failures for case, words in _NEEDS.findall(one.message)]
     case, needed = min(found, key=lambda one: (len(one[1]), one[0]), default=("", []))
     lines = {one.case for one in failures} | {line for one in failures for line in simplest_lines(one.message)}
     failing = [parsed for line in sorted(lines) if (parsed := _case(line))]

@@ -196,12 +196,13 @@ def _line(kernel: Kernel, machine: Machine, shown: tuple[Column, ...], evidence:
         verdict = tables.verdict(kernel) if not kernel.judged else tables.Cell("not run")
         return Line(kernel, machine, verdict.state, verdict.note, ())
     by_place: defaultdict[tuple[str, str], list[Judged]] = defaultdict(list)
-    keys: dict[tuple[str, str | None], list[str]] = {}  # the columns of a check and tensor
+    keys: dict[tuple[str, str | None, str], list[str]] = {}  # the columns of a check, tensor and status
     for judged in own:
         one = judged.judgement
-        if (one.check, one.tensor) not in keys:
-            keys[one.check, one.tensor] = [column.key for column in shown if column.holds(one)]
-        for key in keys[one.check, one.tensor]:
+        about = one.check, one.tensor, one.status
+        if about not in keys:
+            keys[about] = [column.key for column in shown if column.holds(one)]
+        for key in keys[about]:
             by_place[key, one.dtype].append(judged)
     dtypes = sorted({*DTYPES, *(judged.judgement.dtype for judged in own if judged.judgement.dtype)}, key=dtype_order)
     whole = tables.found(own)

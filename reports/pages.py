@@ -38,8 +38,8 @@ from flashproof.reports.speed import Timing
 from flashproof.reports.templating import GENERATOR
 from flashproof.reports.training import Step
 
-# The files that every page names: its style, and its script.
 MANY = 20_000  # judgements whose pages several processes write
+# The files that every page names: its style, and its script.
 BESIDE = {name: (Path(__file__).parent / "templates" / name).read_text("utf-8") for name in ("style.css", "script.js")}
 
 

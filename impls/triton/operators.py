@@ -82,7 +82,7 @@ def _directly(owner: Any, name: str, compute: Direct) -> tuple[Any, str, Callabl
 def _binary(compute: Compute, dtypes: Collection[str], gives: tl.dtype | None = None) -> Direct:
     """Returns a function of two operands. dtypes: the types that it takes. gives: the type of the result, if another.
 
-    The precision that tl.minimum and tl.maximum may be given is that of NaN, which both propagate in the interpreter.
+    tl.minimum and tl.maximum take a keyword that says what becomes of NaN. The interpreter ignores it: NaN propagates.
     """
 
     def direct(x: Any, y: Any, **_: Any) -> tl.tensor | None:

@@ -229,7 +229,7 @@ def _operands() -> dict[str, list[tuple[object, ...]]]:
         "where": [(condition, x, y) for condition in booleans for x in few for y in [*few, values[-1]]],
         # A shift of a signed integer changes its operands in the interpreter, so there are no signed ones.
         "__rshift__": [(x, y) for x in values[-5:] for y in [*values[-5:], 0, 1, 16, 1.5]],
-        "load": [],  # the kernels of the next test load
+        "load": [],  # `test_kept_descriptions_change_nothing` loads
         "": pairs,
     }
 

@@ -287,6 +287,17 @@ def test_the_overview_says_that_columns_fail_for_one_cause(tmp_path: Path) -> No
     assert "The columns out, masks and calls fail in these cases, so one fault may explain them." in words
 
 
+def test_a_tensor_fails_in_its_column_wherever_it_fails(tmp_path: Path) -> None:
+    """Also where the same check holds in another dtype."""
+    twice: dict[str, Any] = {"check": "contract/twice", "tensor": "dk"}
+    every = [judgement(check="gradients/backward", tensor="dk"), judgement(**twice, dtype="float32")]
+    every += [judgement(**twice, dtype="float16", status="failed", rho=9.0)]
+    index = pages(small_site(tmp_path, *every))["index.html"]
+    (title,) = [about["title"] for tag, about in index.elements if tag == "a" and about.get("href", "").endswith("#dk")]
+    assert "float16 failed 9.0" in title
+    assert "float32 passed" in title
+
+
 def test_the_legend_of_the_overview_has_every_word_and_mark(tmp_path: Path) -> None:
     """Each status, with a rho and without: the cells of the overview hold nothing that the legend lacks."""
     statuses = ("passed", "failed", "known defect", "refused")
