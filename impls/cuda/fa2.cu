@@ -10,6 +10,9 @@
 // - The backward has no atomics, so it is deterministic. One kernel owns a tile of keys and sums dK and dV over the
 //   queries. A second kernel owns a tile of queries and sums dQ over the keys. Both recompute the weights
 //   P = exp(S - L), and both read delta = rowsum(dO o O), which a third, small kernel computes first.
+// - With HAND_OVER, the second kernel recomputes nothing. The first one leaves dS of a chunk of keys in device memory,
+//   and `dquery_of_scores` multiplies it with these keys. So there are five products and not seven. The chunk has a
+//   fixed length, so the memory is linear in the lengths.
 //
 // Each loop has two tiles in shared memory for each operand. While the block computes with one tile, the next one is
 // copied asynchronously (cp.async). P and dS stay in registers: the result of one product has the layout of the left
@@ -26,8 +29,9 @@
 // the backward. It is 0.004 for scores of 1e5, and 0.5 for scores of 1e7. This error belongs to the algorithm, and the
 // bound allows it. FlashAttention-1 stores m and l, and does not have this error.
 //
-// The loader compiles one kernel at a time for a GPU, and defines FORWARD, DELTA, DKEY_DVALUE or DQUERY. The CPU twin
-// gets all kernels at once. tiles.cuh lists what else the loader defines.
+// The loader compiles one kernel at a time for a GPU, and defines FORWARD, DELTA, DKEY_DVALUE, DQUERY or
+// DQUERY_OF_SCORES. The CPU twin gets all others at once. For the last kernel, and for the DKEY_DVALUE before it, the
+// loader defines HAND_OVER as 1, and the twin gets each of the two alone. tiles.cuh lists what else is defined.
 #include "tiles.cuh"
 
 // --------------------------------------------------------------------------------------------------------------- masks
@@ -101,8 +105,8 @@ DEVICE int warp_row() { return warp_index() / SPLIT * ROWS; }
 // are full of sums: lane i holds word i.
 struct Parked {
     // The words where each thing begins: the visits, the heads that the loop copies from, the index of their first row
-    // in the LSE, the number of query heads for a key head, and the block's place.
-    enum { VISITS = 0, FIRST = 4, SECOND = 6, ROW = 8, GROUPS = 10, PLACE = 11 };
+    // in the LSE, the number of query heads for a key head, the block's place, and the warp's first piece of dS.
+    enum { VISITS = 0, FIRST = 4, SECOND = 6, ROW = 8, GROUPS = 10, PLACE = 11, PIECE = 14 };
     unsigned word = 0;
 
     template <class T>
@@ -332,6 +336,34 @@ DEVICE float weight_of(float score, float lse, float scale) {
 
 #endif
 
+#ifndef HAND_OVER
+#define HAND_OVER 0
+#endif
+
+// dS of all queries with a chunk of keys, in device memory, in pieces of 32 queries and 32 keys: [batch, heads, rows,
+// columns] pieces. A piece is the left operand of dK, so it is transposed. It has four fragments, and lane i has 16
+// bytes of each, from byte 16 i on.
+//
+// `dkey_dvalue` writes the pieces that its loop visits, and `dquery_of_scores` reads no other ones.
+struct Handed {
+    Global<unsigned> pieces;
+    Global<float> sums;     // dQ / scale over the chunks before: the sums of each warp, as its lanes hold them
+    int first_key, length;  // of the chunk; the length is a multiple of 128
+    int rows, columns;      // of pieces
+    int own, step;          // OWN and STEP of dkey_dvalue
+
+    static constexpr int SIDE = 32, FRAGMENT = 4 * 32, PIECE = 4 * FRAGMENT;
+
+    // The first piece of a row of pieces.
+    DEVICE Global<unsigned> row_of(int batch_head, int row) const {
+        return pieces + (static_cast<long long>(batch_head) * rows + row) * columns * PIECE;
+    }
+    // The first query that dkey_dvalue visits for a piece of keys.
+    DEVICE int first_query(const Mask& mask, int key) const {
+        return CAUSAL ? larger_of(mask.first_query(key / own * own), 0) / step * step : 0;
+    }
+};
+
 #ifdef DKEY_DVALUE
 
 // SPLIT warps own the same ROWS keys. Each sums PART columns of dK and dV over all queries of a tile. With tensor
@@ -351,7 +383,8 @@ static_assert(!EXCHANGE || WARPS / SPLIT <= 15, "the warps that own the same key
 template <bool MASKED>
 DEVICE void add_gradients(Sums<ROWS, PART>& dk, Sums<ROWS, PART>& dv, Tile<DIM> k, Tile<DIM> q, Tile<DIM> d,
                           const float* lse, const float* delta, char* shared, const Drawn<ROWS, SHARE>& drawn,
-                          const Problem& problem, const Mask& mask, const Parked& parked, int visit) {
+                          const Problem& problem, const Mask& mask, const Handed& handed, const Parked& parked,
+                          int visit) {
     using Scores = Sums<ROWS, SHARE>;
     const int warp = warp_index_again(), member = warp % SPLIT, first_column = member * PART;
     const int mine = EXCHANGE ? member * SHARE : 0;  // the first of the tile's queries that the warp computes
@@ -396,6 +429,17 @@ DEVICE void add_gradients(Sums<ROWS, PART>& dk, Sums<ROWS, PART>& dv, Tile<DIM> 
     rows_by_columns(dv, my_p, d.from(mine), first_column);
     const Weights<ROWS, SHARE> my_ds(ds);
     if constexpr (EXCHANGE) left_ds(warp).put(my_ds);
+    if constexpr (HAND_OVER) {
+        static_assert(!HAND_OVER || (ROWS == Handed::SIDE && SHARE == Handed::SIDE), "a warp computes a piece");
+        const int row = (parked.visits().first(visit) + mine) / Handed::SIDE;
+        const Global<unsigned> piece = parked.get<Global<unsigned>>(Parked::PIECE) +
+                                       (row * handed.columns * Handed::PIECE + 4 * lane_index_again());
+        UNROLL
+        for (int k = 0; k < SHARE / 16; ++k) {
+            UNROLL
+            for (int m = 0; m < ROWS / 16; ++m) write_sixteen(piece + (2 * k + m) * Handed::FRAGMENT, my_ds.at[k][m]);
+        }
+    }
     rows_by_columns(dk, my_ds, q.from(mine), first_column);
     if constexpr (EXCHANGE) {
         // The warps that own the same keys see each other's weights now. They write the next weights after the next
@@ -414,7 +458,7 @@ DEVICE void add_gradients(Sums<ROWS, PART>& dk, Sums<ROWS, PART>& dv, Tile<DIM> 
 // share this key head.
 KERNEL(dkey_dvalue)(View<const Element> query, View<const Element> key, View<const Element> value,
                     View<const Element> dout, Global<const float> lse, Global<const float> delta, View<Element> dkey,
-                    View<Element> dvalue, Problem problem, Mask mask) {
+                    View<Element> dvalue, Problem problem, Mask mask, Handed handed) {
     Arena arena;
     const Tile<DIM> k = arena.tile<DIM>(2 * OWN), v = k.from(OWN);
     const Pair<STEP> q = arena.pair(), d = arena.pair();
@@ -422,8 +466,10 @@ KERNEL(dkey_dvalue)(View<const Element> query, View<const Element> key, View<con
     float *const row_lse = arena.numbers(2 * STEP), *const row_delta = arena.numbers(2 * STEP);
     char* const shared = arena.next;
 
-    next_may_start();  // the kernel of dQ reads nothing that this kernel writes
-    const Place place(block_index(), problem.keys, problem.kv_heads, false);
+    next_may_start();  // `dquery` reads nothing that this kernel writes, and `dquery_of_scores` waits for its end
+    const int keys = HAND_OVER ? smaller_of(handed.length, problem.keys - handed.first_key) : problem.keys;
+    Place place(block_index(), keys, problem.kv_heads, false);
+    if (HAND_OVER) place.first += handed.first_key;
     Parked parked;
     parked.put(Parked::PLACE, place);
     parked.put(Parked::GROUPS, problem.groups());
@@ -453,6 +499,10 @@ KERNEL(dkey_dvalue)(View<const Element> query, View<const Element> key, View<con
         parked.put(Parked::FIRST, queries.data);
         parked.put(Parked::SECOND, douts.data);
         parked.put(Parked::ROW, first_row);
+        if (HAND_OVER)
+            parked.put(Parked::PIECE,
+                       handed.row_of(place.batch * problem.heads + head, 0) +
+                           ((place.first - handed.first_key + warp_row()) / Handed::SIDE) * Handed::PIECE);
         for (int visit = 0; more; ++visit) {
             const int now = visit % 2;
             copies_wait();
@@ -474,10 +524,10 @@ KERNEL(dkey_dvalue)(View<const Element> query, View<const Element> key, View<con
             }
             if (ONE_BODY || parked.visits().masked(visit))
                 add_gradients<true>(dk, dv, k, q[now], d[now], row_lse + now * STEP, row_delta + now * STEP, shared,
-                                    drawn, problem, mask, parked, visit);
+                                    drawn, problem, mask, handed, parked, visit);
             else
                 add_gradients<false>(dk, dv, k, q[now], d[now], row_lse + now * STEP, row_delta + now * STEP, shared,
-                                     drawn, problem, mask, parked, visit);
+                                     drawn, problem, mask, handed, parked, visit);
         }
     }
     const Place again = parked.place();
@@ -584,5 +634,103 @@ KERNEL(dquery)(View<const Element> query, View<const Element> key, View<const El
                again.first + warp_index_again() / SPLIT * ROWS);
 }
 EXPORT(dquery)
+
+#endif
+
+#ifdef DQUERY_OF_SCORES
+
+// Adds dQ / scale of one tile of OWN queries of one head over the keys of a chunk, from dS. SPLIT warps own the same
+// queries, and each sums PART columns. After the last chunk, it fills dQ.
+KERNEL(dquery_of_scores)(View<const Element> key, View<Element> dquery, Problem problem, Mask mask, Handed handed) {
+    static_assert(ROWS == Handed::SIDE && STEP % Handed::SIDE == 0, "a warp reads whole pieces");
+    constexpr int PART = DIM / SPLIT, PIECES = STEP / Handed::SIDE;
+    using Sum = Sums<ROWS, PART>;
+    using Fragments = Registers<unsigned, 4>[PIECES][2][2];
+    const Place place(block_index(), problem.queries, problem.heads, true);
+    const auto keys = head_of(key, place.batch, place.head / problem.groups(), problem.keys, problem.dim);
+    Arena arena;
+    const Pair<STEP> k = arena.pair();
+    const auto visits = mask.keys_of(place.batch, place.head, place.first, OWN, problem.keys);
+    const int end = smaller_of(visits.count, (handed.first_key + handed.length) / STEP);
+    const int count = larger_of(end - handed.first_key / STEP, 0);
+    const bool first = handed.first_key == 0, last = handed.first_key + handed.length >= problem.keys;
+    if (count > 0) copy_tile<STEP>(k[0], keys, handed.first_key);
+    previous_has_ended();  // dS is there now
+    if (count == 0 && !first && !last) return;
+
+    const int first_query = place.first + warp_row(), first_column = warp_index() % SPLIT * PART;
+    const Global<float> sums =
+        handed.sums + (static_cast<long long>(block_index()) * WARPS + warp_index()) * (ROWS * PART) + 4 * lane_index();
+    Sum dq;
+    dq.clear();
+    if (!first) {
+        UNROLL
+        for (int i = 0; i < Sum::M * Sum::N; ++i) {
+            alignas(16) float four[4];
+            read_sixteen(four, Global<const float>(sums + 32 * 4 * i));
+            UNROLL
+            for (int j = 0; j < 4; ++j) dq.at[i / Sum::N][i % Sum::N][j] = four[j];
+        }
+    }
+    const Global<unsigned> pieces =
+        handed.row_of(place.batch * problem.heads + place.head, first_query / Handed::SIDE) + 4 * lane_index();
+    // Reads the pieces of a step. A piece that was not written is hidden, or past the end: it counts as zeros.
+    Fragments next;
+    const auto read_pieces = [&](int visit) {
+        UNROLL
+        for (int piece = 0; piece < PIECES; ++piece) {
+            const int at = visit * PIECES + piece, first_key = handed.first_key + at * Handed::SIDE;
+            const bool written = first_query < problem.queries && first_key < problem.keys &&
+                                 first_query >= handed.first_query(mask, first_key);
+            UNROLL
+            for (int i = 0; i < 4; ++i) {
+                alignas(16) unsigned four[4] = {};
+                if (written)
+                    read_sixteen(four, Global<const unsigned>(pieces + at * Handed::PIECE + i * Handed::FRAGMENT));
+                // The dS of keys past the end may be infinite, and inf 0 is NaN.
+                if (first_key + Handed::SIDE > problem.keys) {
+                    const int row = first_key + 16 * (i % 2) + lane_index() / 4;
+                    if (row >= problem.keys) four[0] = four[2] = 0;
+                    if (row + 8 >= problem.keys) four[1] = four[3] = 0;
+                }
+                UNROLL
+                for (int j = 0; j < 4; ++j) next[piece][i / 2][i % 2][j] = four[j];
+            }
+        }
+    };
+    if (count > 0) read_pieces(0);
+    for (int visit = 0; visit < count; ++visit) {
+        copies_wait();
+        barrier();      // all threads see this tile now, and no warp reads the previous one any more
+        Fragments now;  // [pieces, halves of the keys, halves of the queries]
+        UNROLL
+        for (int piece = 0; piece < PIECES; ++piece) {
+            UNROLL
+            for (int i = 0; i < 4; ++i) {
+                const Registers<unsigned, 4>& from = next[piece][i / 2][i % 2];
+                Registers<unsigned, 4>& to = now[piece][i % 2][i / 2];
+                UNROLL
+                for (int j = 0; j < 4; ++j) to[j] = transposed(from[j / 2 + 2 * (j % 2)]);
+            }
+        }
+        if (visit + 1 < count) {
+            copy_tile<STEP>(k[(visit + 1) % 2], keys, handed.first_key + (visit + 1) * STEP);
+            read_pieces(visit + 1);
+        }
+        const Tile<DIM> right = k[visit % 2];
+        const Spot row = right.spot(lane_index() % 16, lane_index() / 16);
+        UNROLL
+        for (int step = 0; step < STEP / 16; ++step)
+            add_sixteen(dq, now[step / 2][step % 2], right, row, 16 * step, first_column);
+    }
+    if (last) {
+        store_rows(head_of(dquery, place.batch, place.head, problem.queries, problem.dim), dq,
+                   all<ROWS / 8>(problem.scale), first_query, first_column);
+        return;
+    }
+    UNROLL
+    for (int i = 0; i < Sum::M * Sum::N; ++i) write_sixteen(sums + 32 * 4 * i, dq.at[i / Sum::N][i % Sum::N]);
+}
+EXPORT(dquery_of_scores)
 
 #endif

@@ -57,6 +57,13 @@ STRIDED_TILES = {(32, 128): {"dquery": Tile(4, 16, 16)}}
 # and fewer, operands that are held in registers and operands that are read again, rows that are split between warps.
 # The twin takes turns between the threads of a block, so blocks with few threads are fast.
 TWIN_TILES = {64: Tile(2, 16, 32, hold=True), 128: Tile(4, 32, 64, split=2), 256: Tile(2, 32, 32)}
+# 16-bit calls of one padded head dim hand dS over to `dquery_of_scores`, which has this tile, on the twin and on sm_90.
+# At head dim 64, dS has as many bytes but saves half as many products, so little is gained: docs/fa2.md.
+HANDING: tuple[Chip, ...] = (None, (9, 0))
+HANDED_DIM, OF_SCORES = 128, Tile(4, 32, 64, blocks=2)
+# dS of so many keys is in device memory at once. The twin has fewer, so that short sequences have several chunks.
+CHUNK, TWIN_CHUNK = 1024, 128
+PIECE = 32  # queries, and keys, of a piece of dS
 
 
 def tiles(dtype: torch.dtype, dim: int, dropout: bool, strided: bool, chip: Chip) -> Tiles:
@@ -130,6 +137,10 @@ def backward(
     delta = torch.empty_like(lse)
     delta_launch(call, by_query.source, out, dout, delta).run()
     dquery, dkey, dvalue = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+    if _hands_over(call, by_key, query, key, value, dout):
+        for launch in handing_over(call, by_key, query, key, value, dout, lse, delta, dquery, dkey, dvalue):
+            launch.run()
+        return dquery, dkey, dvalue
     dkey_dvalue_launch(call, by_key, query, key, value, dout, lse, delta, dkey, dvalue).run()
     dquery_launch(call, by_query, query, key, value, dout, lse, delta, dquery).run()
     return dquery, dkey, dvalue
@@ -174,7 +185,7 @@ def dkey_dvalue_launch(
     # The LSE and delta of two tiles of queries, and the weights that warps exchange (`EXCHANGE` of fa2.cu).
     exchange = query.itemsize == 2 and tile.split > 1 and tile.step % (16 * tile.split) == 0
     numbers = 4 * tile.step + (tile.warps * tile.rows * tile.step // tile.split if exchange else 0)
-    return _launch(
+    launch = _launch(
         "dkey_dvalue",
         call,
         masking,
@@ -185,6 +196,69 @@ def dkey_dvalue_launch(
         others,
         numbers,
     )
+    return replace(launch, arguments=(*launch.arguments, Handed()))  # nothing is handed over
+
+
+class Handed(ctypes.Structure):
+    """dS of a chunk of keys in device memory. It has the layout of the `Handed` of fa2.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("pieces", "sums")),
+        *((name, ctypes.c_int) for name in ("first_key", "length", "rows", "columns", "own", "step")),
+    )
+
+
+def _hands_over(call: Call, masking: Masking, *inputs: Tensor) -> bool:
+    """Whether `dkey_dvalue` leaves dS in device memory, and `dquery_of_scores` computes dQ from it."""
+    fits = inputs[0].itemsize == 2 and padded_dim(call.dim) == HANDED_DIM and launching.chip_of(inputs[0]) in HANDING
+    return fits and masking.source == "fa2.cu" and call.dropout_p == 0.0 and vectors(*inputs)
+
+
+def handing_over(
+    call: Call,
+    masking: Masking,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    dout: Queries,
+    lse: Rows,
+    delta: Rows,
+    dquery: Queries,
+    dkey: Keys,
+    dvalue: Keys,
+) -> list[Launch]:
+    """The kernels `dkey_dvalue` and `dquery_of_scores` for each chunk of keys. They fill dquery, dkey and dvalue.
+
+    Their scratch is dS of a chunk and dQ in float32. Its size does not depend on the number of keys.
+    """
+    own, heads = _tiles_of(call, query, key, value, dout).dkey_dvalue, call.batch * call.heads
+    chunk = TWIN_CHUNK if launching.on_twin(query) else CHUNK
+    rows, columns = -(-call.queries // own.step) * own.step // PIECE, chunk // PIECE
+    pieces = torch.empty(heads * rows * columns * PIECE * PIECE // 2, dtype=torch.int32, device=query.device)
+    blocks = -(-call.queries // OF_SCORES.own) * heads
+    sums = torch.empty(blocks * OF_SCORES.own * HANDED_DIM, dtype=torch.float32, device=query.device)
+    of_keys = dkey_dvalue_launch(call, masking, query, key, value, dout, lse, delta, dkey, dvalue)
+    of_scores = _launch(
+        "dquery_of_scores", call, masking, OF_SCORES, blocks, 2 * OF_SCORES.step, (key,), (dquery,), early=True
+    )
+
+    launches = []
+    for first in range(0, call.keys, chunk):
+        handed = Handed(pieces.data_ptr(), sums.data_ptr(), first, chunk, rows, columns, own.own, own.step)
+        blocks_of_keys = -(-min(chunk, call.keys - first) // own.own) * call.batch * call.kv_heads
+        for launch, arguments in (
+            (replace(of_keys, blocks=blocks_of_keys), of_keys.arguments[:-1]),
+            (of_scores, of_scores.arguments),
+        ):
+            launches.append(
+                replace(
+                    launch,
+                    constants={**launch.constants, "HAND_OVER": 1},
+                    tensors=(*launch.tensors, pieces, sums),
+                    arguments=(*arguments, handed),
+                )
+            )
+    return launches
 
 
 def dquery_launch(

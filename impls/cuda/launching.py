@@ -325,7 +325,9 @@ class Launch:
     def _run_on_twin(self, parameters: Any) -> None:
         compiled = {name: value for name, value in self.constants.items() if name not in VARIABLES}
         try:
-            kernels = (self.kernel,) if self.source in APART else KERNELS.get(self.source, ())
+            # Kernels with HAND_OVER have tiles of their own, so they are compiled one by one as well.
+            apart = self.source in APART or "HAND_OVER" in self.constants
+            kernels = (self.kernel,) if apart else KERNELS.get(self.source, ())
             library = _twin(self.source, kernels, tuple(compiled.items()))
         except CudaError as error:
             raise CudaError(f"{error}\nwhen loading {self}") from error

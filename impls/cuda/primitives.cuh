@@ -148,10 +148,16 @@ DEVICE float rounded<float>(float x) {
     return x;
 }
 
-// Reads 16 bytes of device memory at an aligned address.
+// Reads or writes 16 bytes of device memory at an aligned address.
 template <class T>
 DEVICE void read_sixteen(T (&to)[16 / sizeof(T)], Global<const T> from) {
     *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+}
+DEVICE void write_sixteen(Global<unsigned> to, const Registers<unsigned, 4>& from) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(from[0], from[1], from[2], from[3]);
+}
+DEVICE void write_sixteen(Global<float> to, const Registers<float, 4>& from) {
+    *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
 }
 
 // Rounds two numbers and writes them to neighbouring elements in device memory at once. The address is aligned.
@@ -217,6 +223,13 @@ DEVICE void ldmatrix_transposed(Registers<unsigned, 4>& to, Spot row) {
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(row)
                  : "memory");
+}
+
+// The transpose of an 8x8 matrix of 16-bit numbers. Lane 4g + t holds two elements of it: [g, 2t] and [g, 2t + 1].
+DEVICE unsigned transposed(unsigned two) {
+    unsigned result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(two));
+    return result;
 }
 
 // c += a b on a tensor core. a [16, 16] and b [16, 8] are 16-bit, and c [16, 8] is float32. Lane 4g + t holds

@@ -84,6 +84,11 @@ inline void read_sixteen(T (&to)[16 / sizeof(T)], Global<const T> from) {
     memcpy(to, from.pointer, 16);
 }
 template <class T>
+inline void write_sixteen(Global<T> to, const Registers<T, 4>& from) {
+    twin::check_global(to.pointer, 16);
+    memcpy(to.pointer, from.at, 16);
+}
+template <class T>
 inline void write_two(Global<T> to, float low, float high) {
     twin::check_global(to.pointer, 2 * sizeof(T));
     to[0] = rounded<T>(low);
@@ -179,6 +184,12 @@ inline void ldmatrix(Registers<unsigned, 4>& to, Spot row, int line = __builtin_
 }
 inline void ldmatrix_transposed(Registers<unsigned, 4>& to, Spot row, int line = __builtin_LINE()) {
     twin::ldmatrix<true>(to, row, line);
+}
+
+inline unsigned transposed(unsigned two, int line = __builtin_LINE()) {
+    const int g = thread_index() % 32 / 4, t = thread_index() % 4;
+    const unsigned low = from_lane(two, 8 * t + g / 2, line), high = from_lane(two, 8 * t + 4 + g / 2, line);
+    return (low >> 16 * (g % 2) & 0xffffu) | high >> 16 * (g % 2) << 16;
 }
 
 namespace twin {

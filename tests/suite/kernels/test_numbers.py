@@ -19,12 +19,13 @@ DEVICES = [pytest.param(device, marks=pytest.mark.gpu if device == "cuda" else (
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 
 
-def attended(name: str, device: Device, inputs: dict[str, Tensor], **keywords: Any) -> dict[str, Tensor]:
+def attended(
+    name: str, device: Device, inputs: dict[str, Tensor], dtype: torch.dtype | None = None, **keywords: Any
+) -> dict[str, Tensor]:
     """Runs an implementation. Returns out, lse and, if it has a backward, dq, dk and dv on the CPU.
 
-    It computes in float32, or in bfloat16 if it does not take float32.
-
     inputs: query, key, value and dout, all [1, heads, length, dim].
+    dtype: of the computation. None means float32, or bfloat16 if it does not take float32.
     """
     implementation = loaded(name)
     if device not in implementation.supports.devices:
@@ -35,7 +36,8 @@ def attended(name: str, device: Device, inputs: dict[str, Tensor], **keywords: A
         "CUDA: no device" if device == "cuda" and not torch.cuda.is_available() else None
     ):
         pytest.skip(reason)
-    dtype = torch.float32 if "float32" in implementation.supports.dtypes else torch.bfloat16
+    if dtype is None:
+        dtype = torch.float32 if "float32" in implementation.supports.dtypes else torch.bfloat16
     leaves = [inputs[tensor].to(device, dtype, copy=True).requires_grad_() for tensor in ("query", "key", "value")]
     attention: Any = implementation.attention
     results = attention(*leaves, return_lse=True, **keywords)
@@ -107,3 +109,19 @@ def test_scores_below_float32(name: str, device: Device) -> None:
     if "dv" in found:
         assert (found["dv"][..., :270, :] == 0.0).all()
         assert found["dv"].isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", [name for name in OWN if "float16" in catalogue.load(name).supports.dtypes])
+def test_delta_beyond_float16(name: str, dim: int, device: Device) -> None:
+    """dP and delta exceed the range of float16, but dS = P (dP - delta) is 0, because all values are equal.
+
+    A tile reaches past the last key. There, dP is 0, and P is not, because all scores are 0. If this dS becomes
+    infinite in float16, dQ becomes NaN.
+    """
+    numbers = {"query": 0.0, "key": 1.0, "value": 128.0, "dout": 256.0}
+    inputs = {tensor: torch.full((1, 1, 33, dim), number) for tensor, number in numbers.items()}
+    found = attended(name, device, inputs, torch.float16)
+    for tensor in found.keys() & {"dq", "dk"}:
+        assert (found[tensor] == 0.0).all(), tensor
