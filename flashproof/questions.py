@@ -169,7 +169,7 @@ def _part(problem: Problem, name: TensorName, tensor: Tensor) -> Tensor:
 
 def _others(problem: Problem, answer: Mapping[TensorName, Tensor], limit: float) -> Iterator[_Other]:
     """The questions that kernels and their callers confuse with the one that is asked."""
-    mask, (_, heads, queries, _) = problem.mask, problem.query.shape
+    mask, queries = problem.mask, problem.query.shape[2]
     alignments: dict[Alignment, str] = {"top_left": "top left", "bottom_right": "bottom right"}
     if mask.causal:
         yield _Other("without the causal mask", replace(problem, mask=replace(mask, causal=None)))
@@ -195,10 +195,7 @@ def _others(problem: Problem, answer: Mapping[TensorName, Tensor], limit: float)
         swapped: dict[TensorName, TensorName] = {"dk": "dv", "dv": "dk"}
         yield _Other("with key and value exchanged", replace(problem, key=problem.value, value=problem.key), swapped)
     yield from _other_layouts(problem)
-    if 1 < problem.groups < heads:
-        repeated = [tensor.repeat(1, problem.groups, 1, 1) for tensor in (problem.key, problem.value)]
-        words = f"with query head h on key head h % {heads // problem.groups}, not h // {problem.groups}"
-        yield _Other(words, replace(problem, key=repeated[0], value=repeated[1]), only=("out", "lse", "dq"))
+    yield from _other_heads(problem)
 
 
 def _other_scales(problem: Problem, answer: Mapping[TensorName, Tensor], limit: float) -> Iterator[_Other]:
@@ -241,6 +238,34 @@ def _other_layouts(problem: Problem) -> Iterator[_Other]:
             view=lambda tensor: tensor.reshape(batch, queries, heads, dim).transpose(1, 2),
             only=("out", "dq"),
         )
+
+
+def _other_heads(problem: Problem) -> Iterator[_Other]:
+    """The questions in which heads are exchanged, or left out of a sum."""
+    heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
+    forward: tuple[TensorName, ...] = ("out", "lse", "dq")  # dk and dv of these questions belong to other heads
+    if 1 < problem.groups < heads:
+        repeated = [tensor.repeat(1, problem.groups, 1, 1) for tensor in (problem.key, problem.value)]
+        words = f"with query head h on key head h % {kv_heads}, not h // {problem.groups}"
+        yield _Other(words, replace(problem, key=repeated[0], value=repeated[1]), only=forward)
+    if problem.groups > 1:
+        for which, place in (("first", 0), ("last", problem.groups - 1)):
+            chosen = torch.arange(heads, device=problem.dout.device) % problem.groups == place
+            head = f"the {which} query head of each key head"
+            for words, kept in ((f"without {head}", ~chosen), (f"of {head} alone", chosen)):
+                dout = problem.dout * kept[:, None, None]  # a head without an output gradient adds nothing
+                yield _Other(words, replace(problem, dout=dout), only=("dk", "dv"))
+    if kv_heads > 1:
+        wrong: dict[str, Transform] = {
+            "the head before": lambda tensor: tensor.roll(1, dims=1),
+            "the next head": lambda tensor: tensor.roll(-1, dims=1),
+            "the first head": lambda tensor: tensor[:, :1].expand(tensor.shape),
+        }
+        for whose, other in wrong.items():
+            key, value = other(problem.key), other(problem.value)
+            yield _Other(f"with the values of {whose}", replace(problem, value=value), only=forward)
+            yield _Other(f"with the keys of {whose}", replace(problem, key=key), only=forward)
+            yield _Other(f"with the keys and values of {whose}", replace(problem, key=key, value=value), only=forward)
 
 
 def _fitted_scale(problem: Problem, answer: Mapping[TensorName, Tensor]) -> float | None:

@@ -213,6 +213,10 @@ def test_tensors_in_the_wrong_place_are_named() -> None:
     assert "with key and value exchanged" in text_of(exchanged, query, key, value, enable_gqa=True)
     repeated = fa2(query, key.repeat(1, 2, 1, 1), value.repeat(1, 2, 1, 1))
     assert "with query head h on key head h % 2, not h // 2" in text_of(repeated, query, key, value, enable_gqa=True)
+    moved = fa2(query, key, value.roll(1, dims=1), enable_gqa=True)
+    assert "with the values of the head before" in text_of(moved, query, key, value, enable_gqa=True)
+    of_first = fa2(query, *(tensor[:, :1].expand(tensor.shape) for tensor in (key, value)), enable_gqa=True)
+    assert "with the keys and values of the first head" in text_of(of_first, query, key, value, enable_gqa=True)
     over_heads = fa2(*(tensor.transpose(1, 2) for tensor in (query, query, query))).transpose(1, 2)
     assert "for tensors of the layout [batch, length, heads, dim]" in text_of(over_heads, query, query, query)
     memory = fa2(query, query, query).transpose(1, 2).reshape(query.shape)
@@ -224,6 +228,25 @@ def test_tensors_in_the_wrong_place_are_named() -> None:
     assert "lse is 1.443 times the exact result, which makes it a logarithm to base 2" in text_of(
         out, query, query, query, lse=lse
     )
+
+
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        ([0, 1], "without the last query head of each key head"),
+        ([1, 2], "without the first query head of each key head"),
+        ([2], "of the last query head of each key head alone"),
+    ],
+)
+def test_query_heads_that_are_left_out_of_a_gradient_are_named(left: list[int], words: str) -> None:
+    """dk is a sum over the query heads of each key head, of which the kernel adds these alone."""
+    given = inputs(Case.parse("b1 h6/2 q40 k40 d32"))
+    repeated = [tensor.repeat_interleave(3, dim=1) for tensor in (given.key, given.value)]
+    leaf = repeated[0].requires_grad_()
+    out = fa2(given.query, leaf, repeated[1])
+    dk = torch.autograd.grad(out, leaf, given.dout)[0].reshape(1, 2, 3, 40, 32)[:, :, left].sum(dim=2)
+    text = text_of(out.detach(), given.query, given.key, given.value, enable_gqa=True, dout=given.dout, dk=dk)
+    assert f"dk is the answer {words}" in text or f"this is the answer {words}" in text, text
 
 
 # ------------------------------------------------------------------------------------------------ what is taken
