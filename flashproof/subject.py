@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import hypothesis
 import msgspec
@@ -52,7 +52,19 @@ ASKED_ABOUT = 2**21  # scores of a key head; with more, no other question is sea
 WITHOUT_GRADIENT = "the output carries no gradient"
 NO_GRADIENT = "the output carries no gradient, although backward is claimed"
 Result = TypeVar("Result")
-Answered = tuple[list[Judged], ways.Computed]  # the verdicts of a search on one answer, and the answer
+Answered = tuple[list[Judged], ways.Computed]  # the verdicts on one answer, and the answer
+
+
+class Explained(NamedTuple):
+    """What is found about a failure.
+
+    question: the other question that it answers, or empty. words: the simplest case that fails, or where failures
+    begin. simplest: the answer to this case, if it still fails.
+    """
+
+    question: str = ""
+    words: str = ""
+    simplest: Answered | None = None
 
 
 @dataclass(eq=False)
@@ -421,11 +433,15 @@ class Subject:
             problem = (given or inputs(case, self.device)).problem(case)
             row = "" if judged.tensor in ("dk", "dv") else judging.describe(problem, judged.worst.index)
             fields |= judged.figures(row) | {"message": note}
+            found: Explained | None = None
             if not self.failures and not self._of_some_cases(case) and self.explains:
-                question, onset = self._explained(verdicts, answer, case, judged.tensor, given)
-                fields["question"] = question
-                fields["message"] = "\n".join(words for words in (note, question, onset) if words)
+                found = self._explained(verdicts, answer, case, judged.tensor, given)
+                fields["question"] = found.question
+                fields["message"] = "\n".join(words for words in (note, found.question, found.words) if words)
             self._failed(case, **fields)
+            if found and found.simplest:
+                of_simplest, there = found.simplest
+                self._record_judged(of_simplest, there.answer, there.case, given=there.given, note=there.note)
 
     def _explained(
         self,
@@ -434,20 +450,24 @@ class Subject:
         case: Case,
         name: TensorName,
         given: Inputs | None,
-    ) -> tuple[str, str]:
-        """The other question that a failure answers, and the simplest case that fails or where failures begin.
+    ) -> Explained:
+        """What is found about a failure.
 
         If this case answers no other question, the simplest case may: its numbers and its mask are plainer. A question
         of the failing case itself says enough.
         """
         question = self._question(verdicts, answer, case, given)
         if question or given is not None:
-            return question, ""
+            return Explained(question)
         simple, needs = self._simplest(case, name)
         if simple == case:
-            return "", self._onset(case, name)
-        words = f"; it needs {', '.join(needs)}" if needs else ""
-        return self._question_of(simple), f"the simplest case that fails: {simple}{words}"
+            return Explained(words=self._onset(case, name))
+        words = f"the simplest case that fails: {simple}" + (f"; it needs {', '.join(needs)}" if needs else "")
+        failing = self._failing(simple)
+        if failing is None:  # the kernel does not repeat itself
+            return Explained(words=words)
+        of_simplest, there = failing
+        return Explained(self._question(of_simplest, there.answer, there.case, there.given), words, failing)
 
     def _question(self, verdicts: list[Judged], answer: Answer, case: Case, given: Inputs | None) -> str:
         """The other question that the wrong tensors of an answer are right for, in words."""
@@ -457,26 +477,28 @@ class Subject:
         truth = judging.truth_of(answer, case, claim, given)
         return questions.answered(problem, answer.tensors, verdicts, truth, claim)
 
-    def _question_of(self, case: Case) -> str:
-        """The other question that a failing case answers. Calls the kernel again."""
+    def _failing(self, case: Case) -> Answered | None:
+        """The verdicts on a case that fails, and its answer. Calls the kernel again. None if it passes now."""
         for found in self._answers(case):
             names = (*FORWARD, *ways.wanted(found.case))
             verdicts = judging.judge(found.answer, found.case, self.claim(found.case), names, found.given)
             if not all(judged.passed for judged in verdicts):
-                return self._question(verdicts, found.answer, found.case, found.given)
-        return ""
+                return verdicts, found
+        return None
 
     def _simplest(self, case: Case, name: TensorName) -> tuple[Case, list[str]]:
         """The simplest case that fails, and the levels without which it passes: none if there was no time to try all.
 
-        It is the case itself if no simpler one fails.
+        It is the case itself if no simpler one fails. The dtype stays, because a check is of one dtype.
         """
         end = time.monotonic() + self.simplifying
-        found = simplest(case, lambda other: time.monotonic() < end and self._fails(other, name))
+        found = simplest(
+            case, lambda other: other.dtype == case.dtype and time.monotonic() < end and self._fails(other, name)
+        )
         if time.monotonic() >= end:
             return found.case, []
-        shown = levels(found.case)
-        return found.case, [f"{factor} {level}" for factor, level in shown.items() if factor in found.needs]
+        needed = [factor for factor in found.needs if factor != "dtype"]
+        return found.case, [f"{factor} {level}" for factor, level in levels(found.case).items() if factor in needed]
 
     def _onset(self, case: Case, name: TensorName) -> str:
         """From which magnitude, or shift, the case fails, in words. Halving finds the value."""

@@ -102,7 +102,8 @@ def one_screen(name: str, judgements: Sequence[Judgement]) -> Iterator[str]:
     dtypes = wording.listed(dict.fromkeys(one.dtype for one in failures))
     named = f": {tensors}" if tensors else ""
     yield f"{name} is wrong{named} in {dtypes}; {wording.failed_checks(failures, ' failed')}"
-    for said in (common.needs(failures), common.shared(judgements)):
+    needed = common.needs(failures)
+    for said in (needed, common.shared(judgements)):
         if said:
             yield f"  {said}"
     for symptom in symptoms.symptoms(judgements):
@@ -119,7 +120,8 @@ def one_screen(name: str, judgements: Sequence[Judgement]) -> Iterator[str]:
     for group in shown:
         yield f"  {cause_of(group)}"
         yield f"    {_extent(group, failures)}; the simplest case:"
-        yield f"    again: {wording.repeat_line(_simplest(group))}"
+        needing = [one for one in group if needed and one.case == needed.case and not one.question]
+        yield f"    again: {wording.repeat_line(_simplest(needing or group))}"
     if rest := len(failures) - sum(map(len, shown)):
         yield f"  and {wording.plural(rest, 'more failure')}" + (", which may follow from this" if is_explained else "")
 

@@ -166,7 +166,7 @@ def simplest_lines(text: str) -> list[str]:
 
 
 class Needs(NamedTuple):
-    """The plainest case that fails, and the properties without each of which it passes, in words.
+    """A failing case that was made as simple as possible, and the properties without each of which it passes, in words.
 
     everywhere: those that all failing cases have. here: those that other failing cases lack.
     """
@@ -176,13 +176,22 @@ class Needs(NamedTuple):
     here: tuple[str, ...]
 
     def __str__(self) -> str:
+        return f"{self.of_all}. {self.of_case}" if self.everywhere else self.of_case
+
+    @property
+    def of_all(self) -> str:
+        """What all failing cases have of it. Empty if this is nothing."""
+        return f"All failing cases have {wording.listed(self.everywhere)}" if self.everywhere else ""
+
+    @property
+    def of_case(self) -> str:
+        """What this case needs."""
+        told = f"The simplest one, {self.case}, " if self.everywhere else f"The simplest failing case, {self.case}, "
         others = f"passes without {wording.listed(self.here, 'or')}, which other failing cases do not need"
         if not self.everywhere:
-            return f"The plainest case that still fails, {self.case}, {others}"
+            return told + others
         each = ("that", "either")[len(self.everywhere) - 1] if len(self.everywhere) < 3 else "any one of these"
-        told = f"All failing cases have {wording.listed(self.everywhere)}. "
-        told += f"The plainest case that still fails, {self.case}, passes without {each}"
-        return told + (f"; it also {others}" if self.here else "")
+        return f"{told}passes without {each}" + (f"; it also {others}" if self.here else "")
 
 
 _WORDS = {
@@ -221,7 +230,7 @@ FEW = 5  # properties of a case that a sentence can name
 
 
 def needs(judgements: Sequence[Judgement]) -> Needs | None:
-    """What the plainest failing case of all needs. None if no case was made plain, or if the plainest needs much."""
+    """What the failing case that needs least needs. None if no case was made simple, or if each needs much."""
     failures = [one for one in judgements if one.status == "failed" and one.case]
     found = [(case, words.split(", ")) for one in failures for case, words in _NEEDS.findall(one.message)]
     case, needed = min(found, key=lambda one: (len(one[1]), one[0]), default=("", []))

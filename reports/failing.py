@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from flashproof.reports import causes, common, overview, symptoms, tables, wording
-from flashproof.reports.evidence import DTYPES, Evidence, Judged, Kernel, Machine, dtype_order
+from flashproof.reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, dtype_order
 from flashproof.reports.record import Judgement
 
 Kind = tuple[str, str | None, str, Machine]  # check, tensor, dtype and machine
@@ -27,21 +25,67 @@ class Told(NamedTuple):
 
 
 class First(NamedTuple):
-    """The failures to look at first. worst: None if the simplest failure is also the worst.
-
-    simpler: the command for a case that is simpler than every recorded one, and fails too. It has no figures.
-    dtype: of that case, if nothing was judged in it. Otherwise empty.
-    """
+    """The failures to look at first. worst: None if the simplest failure is also the worst."""
 
     simplest: Told
     worst: Told | None
-    simpler: str
-    dtype: str = ""
 
-    @property
-    def command(self) -> str:
-        """The command that repeats the simplest case with figures, which the sentence at the top tells."""
-        return wording.repeat_line(self.simplest.judged.judgement)
+
+class Answers(NamedTuple):
+    """What a reader asks first about an implementation that fails, each answered in a few sentences."""
+
+    what: str
+    where: str
+    how_bad: str
+    command: str  # repeats the simplest failing case
+
+
+def answers(kernel: Kernel, columns: Sequence[overview.Column], where: common.Shared | None) -> Answers:
+    """What is wrong with an implementation that fails, where, how bad it is, and how to repeat it."""
+    simplest, gravest = overview.simplest_failure(kernel), overview.worst_failure(kernel)
+    assert simplest is not None, "only an implementation that fails is asked about"
+    assert gravest is not None
+    seen = symptoms_of(kernel)
+    what = [wording.sentence(one) for one in (cause(kernel), *(one.text for one in seen if not one.is_place)) if one]
+    places = [wording.sentence(one.text) for one in seen if one.is_place]
+    bad = f"In the simplest failing case, {_how_bad(simplest.judgement)}."
+    if gravest is not simplest and (worst := wording.reason(gravest.judgement)) != wording.reason(simplest.judgement):
+        bad += f" In the worst one, {worst}."
+    shared = in_common(kernel, columns, where)
+    if not shared and not places:
+        places = [f"It fails{overview.of_cases(kernel)}"]
+    return Answers(
+        _sentences(_what([judged.judgement for judged in failed(kernel)]) or wording.reason(simplest.judgement), *what),
+        " ".join(one for one in (_sentences(*places), shared) if one),
+        bad,
+        wording.repeat_line(simplest.judgement),
+    )
+
+
+def _sentences(*texts: str) -> str:
+    return " ".join(f"{text}." for text in texts)
+
+
+def _what(failures: Sequence[Judgement]) -> str:
+    """The tensors that fail, with their dtypes: "out is wrong in bfloat16; dK and dV are wrong in float32"."""
+    dtypes: dict[tuple[str, ...], list[str]] = {}  # the tensors that fail in the same dtypes
+    for name in TENSORS:
+        of_tensor = {one.dtype for one in failures if one.tensor == name}
+        if of_tensor:
+            dtypes.setdefault(tuple(sorted(of_tensor, key=dtype_order)), []).append(wording.TITLES[name])
+    return "; ".join(
+        f"{wording.listed(names)} {'are' if len(names) > 1 else 'is'} wrong in {wording.listed(where)}"
+        for where, names in dtypes.items()
+    )
+
+
+def _how_bad(one: Judgement) -> str:
+    """How far off the worst element of a failure is, beside what is allowed."""
+    told = wording.instance(one)
+    if one.worst is None or told == wording.reason(one):
+        return told
+    error, bound = wording.sizes(one.worst)
+    return f"{told}. This is an error of {error}, and {bound} is allowed"
 
 
 def shared(kernel: Kernel) -> common.Shared | None:
@@ -70,24 +114,10 @@ def first(kernel: Kernel, where: common.Shared | None) -> First:
     every, gravest, simplest = failed(kernel), overview.worst_failure(kernel), overview.simplest_failure(kernel)
     assert gravest is not None, "only the page of an implementation that fails asks"
     assert simplest is not None
-    is_explained = bool(causes.explanations([judged.judgement for judged in every]))
-    simpler = min(
-        (
-            msgspec.structs.replace(judged.judgement, case=line)
-            for judged in every
-            for line in common.simplest_lines(judged.judgement.message)
-        ),
-        key=lambda judgement: causes.complexity(judgement.case),
-        default=simplest.judgement,
-    )
-    is_simpler = not is_explained and causes.complexity(simpler.case) < causes.complexity(simplest.judgement.case)
     groups = _groups(every)
-    words, dtypes = simpler.case.split(), {judged.judgement.dtype for judged in kernel.judged}
     return First(
         _told(simplest, groups, kernel, where),
         None if simplest is gravest else _told(gravest, groups, kernel, where),
-        wording.repeat_line(simpler) if is_simpler else "",
-        next((word for word in words if word in DTYPES and word not in dtypes), "") if is_simpler else "",
     )
 
 
@@ -154,6 +184,8 @@ def ran(kernel: Kernel, evidence: Evidence) -> Ran:
         return Ran(words, [])
     judged = {j.judgement.run for j in kernel.judged if j.machine in kernel.narrowed_on}
     commands = [one.command for one in evidence.environments if one.run in judged and not one.whole]
+    if any("--quick" in command.split() for command in commands):
+        words += " The run was quick, which leaves out most of the cases."
     words += f" {wording.sentence(overview.not_whole(kernel))}"
     if missing := _not_run(kernel):
         words += f": {missing} {'were' if ' and ' in missing else 'was'} not run, although claimed"
@@ -210,8 +242,11 @@ def in_common(kernel: Kernel, columns: Sequence[overview.Column], where: common.
         explained = {id(one) for group in causes.explanations(failures)[:1] for one in group}
         alike = [title for title, own in every.items() if any(id(one) in explained for one in own)]
         said = "show the same cause"
-    needed = common.needs(failures)
-    told = [f"{said_of}." for said_of in (needed, where) if said_of]
+    told = [f"{where}."] if where else []
+    if needed := common.needs(failures):
+        simplest = overview.simplest_failure(kernel)
+        is_told = simplest is not None and simplest.judgement.case == needed.case
+        told = [f"{words}." for words in (needed if is_told else needed.of_all,) if str(words)] + told
     told += [f"The columns {wording.listed(alike)} {said}."] if len(alike) > 1 else []
     return " ".join(told)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from flashproof.reports import charts, common, failing, mutants, overview, symptoms, tables, training, wording
+from flashproof.reports import charts, common, failing, mutants, overview, tables, training, wording
 from flashproof.reports.evidence import Evidence, without_a_gpu
 from flashproof.reports.speed import Timing
 
@@ -23,9 +23,7 @@ def values(
     shared: what the failing cases of an implementation have in common.
     """
     shown, worst = overview.columns(overview.layers(evidence)), overview.worst(evidence)
-    cause = failing.cause(worst) if worst else ""
     where = (shared or {}).get(worst.name) if worst else None
-    seen = symptoms.headline(failing.symptoms_of(worst)) if worst and not cause else ""
     suite = mutants.scores(evidence.mutation, mutants.rows(evidence.mutation))[0] if evidence.mutation else None
     series: defaultdict[str, list[tables.Series]] = defaultdict(list)
     for curve, machine in evidence.curves:
@@ -42,10 +40,7 @@ def values(
         "marks": MARKS,
         "words": WORDS,
         "of_several": wording.short_name(worst.name) if worst and len(shared or {}) > 1 else "",
-        "in_common": failing.in_common(worst, shown, where) if worst else "",
-        "cause": wording.sentence(cause),
-        "repeat": failing.first(worst, where).command if worst else "",
-        "symptoms": wording.sentence(seen),
+        "answered": failing.answers(worst, shown, where) if worst else None,
         "ran": failing.ran(worst, evidence).words if worst else "",
         "machines": machines,
         "date": dates[-1] if dates else "",

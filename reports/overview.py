@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from flashproof.reports import causes, tables, wording
+from flashproof.reports import causes, common, tables, wording
 from flashproof.reports.checks import LAYER_SENTENCES
 from flashproof.reports.evidence import (
     DTYPES,
@@ -326,19 +326,22 @@ def worst_failure(kernel: Kernel) -> Judged | None:
 def simplest_failure(kernel: Kernel) -> Judged | None:
     """The failure with the simplest case. None if nothing failed.
 
-    It shows the cause that is found, if one is. An error of nearly 0 (`is_nearly_zero`) is taken only where there is
-    no other one. Of several tensors that fail in one case, the first in the order of `TENSORS` is taken.
+    It shows the cause that is found, if one is. Otherwise, the case of `common.needs` comes first. An error of nearly 0
+    (`is_nearly_zero`) is taken only where there is no other one. Of several tensors that fail in one case, the first in
+    the order of `TENSORS` is taken.
     """
     failed = [judged for judged in kernel.judged if judged.judgement.status == "failed"]
     explained = next(iter(causes.explanations([judged.judgement for judged in failed])), [])
     of_cause = {id(judgement) for judgement in explained}
     pool = [judged for judged in failed if id(judged.judgement) in of_cause] or failed
+    needed = common.needs([judged.judgement for judged in failed])
 
-    def order(judged: Judged) -> tuple[bool, tuple[float, float], bool, bool, int]:
+    def order(judged: Judged) -> tuple[bool, bool, tuple[float, float], bool, bool, int]:
         one = judged.judgement
         place = TENSORS.index(one.tensor) if one.tensor else len(TENSORS)
         is_special = one.check.partition("/")[0] not in OF_TENSORS
-        return is_nearly_zero(one), causes.complexity(one.case), judged.rho is None, is_special, place
+        is_other = needed is not None and one.case != needed.case
+        return is_nearly_zero(one), is_other, causes.complexity(one.case), judged.rho is None, is_special, place
 
     return min(pool, key=order, default=None)
 

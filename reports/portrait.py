@@ -73,7 +73,6 @@ def values(
     heats = _heats(by_status["failed"] or by_status["known defect"], kernel)
     refusals = _refusals(by_status["refused"])
     texts = [told.block for told in (*shown_first, *failed[:SHOWN], *defects)]
-    texts += [first.simpler] if first else []
     texts += [line for _, line, _ in heats]
     repeated = [*(j for part in columns for j in part["worst"]), *(group[0] for _, _, group in refusals)]
     texts += [wording.repeat_line(judged.judgement) for judged in repeated]
@@ -83,8 +82,7 @@ def values(
         "several": len(kernel.machines) > 1,
         "verdict": tables.verdict(kernel),
         "sentence": _sentence(kernel),
-        "in_common": failing.in_common(kernel, shown, where),
-        "symptoms": [f"{wording.sentence(one.text)}." for one in failing.symptoms_of(kernel)],
+        "answered": failing.answers(kernel, shown, where) if first else None,
         "first": first,
         "ran": failing.ran(kernel, evidence) if first else None,
         "next": failed[:NEXT],
@@ -168,10 +166,7 @@ def _sentence(kernel: Kernel) -> str:
         failed = [judged.judgement for judged in failing.failed(kernel)]
         said = failing.cause(kernel) or symptoms.headline(failing.symptoms_of(kernel))
         cause = f": {said}" if said else ""
-        simplest = overview.simplest_failure(kernel)
-        found = f"Fails {wording.failed_checks(failed)}{overview.of_cases(kernel)}{cause}."
-        found += f" The simplest failing case: {wording.instance(simplest.judgement)}." if simplest else ""
-        return found
+        return f"Fails {wording.failed_checks(failed)}{overview.of_cases(kernel)}{cause}."
     if whole.state == "known defect":
         count = sum(j.judgement.status == "known defect" for j in kernel.judged)
         words = f"Holds its bound, but for {wording.plural(count, 'case')} of known defects, on {on}"

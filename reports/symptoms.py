@@ -29,10 +29,11 @@ AXES = (("key", ("dk", "dv"), 2), ("query", ("out", "lse", "dq"), 2), ("dim", ("
 
 
 class Symptom(NamedTuple):
-    """short: for a headline, or empty. text: a sentence without its end."""
+    """short: for a headline, or empty. text: a sentence without its end. is_place: whether it says where."""
 
     short: str
     text: str
+    is_place: bool = False
 
 
 def symptoms(judgements: Sequence[Judgement]) -> list[Symptom]:
@@ -208,6 +209,7 @@ def _one_way(judgements: Sequence[Judgement], failed: Sequence[Judgement]) -> It
         yield Symptom(
             f"only the check {check} fails",
             f"only the check {check} fails: the same tensors in the same dtypes hold in {len(others):,} other cases",
+            is_place=True,
         )
 
 
@@ -243,6 +245,7 @@ def _starts(failed: Sequence[Judgement]) -> Iterator[Symptom]:
             f"{names} {are} wrong from {at} on",
             f"{names} {are} right before and wrong from {at} on: so it is in the parts of all {len(firsts):,} failing "
             "judgements",
+            is_place=True,
         )
 
 
@@ -266,6 +269,7 @@ def _stretches(failed: Sequence[Judgement]) -> Iterator[Symptom]:
             f"the worst elements of {names} lie at {to if low == high else f'{axis}s {low:,} to {high:,}'}",
             f"the worst {element} of {names} {'lie' if element == 'elements' else 'lies'} at {to} in {inside:,} of "
             f"{len(at):,} failing judgements",
+            is_place=True,
         )
 
 

@@ -132,7 +132,7 @@ def finding(judgement: Judgement, *about: str) -> list[str]:
         figures = (
             []
             if judgement.worst is None
-            else [f"{what} {size}" for what, size in zip(("error", "bound"), _sizes(judgement.worst), strict=True)]
+            else [f"{what} {size}" for what, size in zip(("error", "bound"), sizes(judgement.worst), strict=True)]
         )
         figures += [f"exact value {EXACT[judgement.certainty]}"] if judgement.certainty else []
         head += "   " + ", ".join(figures) if figures else ""
@@ -148,7 +148,7 @@ def finding(judgement: Judgement, *about: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def _sizes(worst: Element) -> tuple[str, str]:
+def sizes(worst: Element) -> tuple[str, str]:
     """Error and bound, with two digits, or with as many (up to eight) as distinguish them."""
     digits = next(
         (digits for digits in range(2, 9) if scientific(worst.error, digits) != scientific(worst.bound, digits)), 2

@@ -214,9 +214,8 @@ def test_the_matrix_keeps_narrowed_runs_apart(tmp_path: Path) -> None:
         ),
         (
             [claim(), judgement(status="failed", rho=3.0)],
-            "case: out in float32 is 3.0 times as far off as its arithmetic allows. Cases that failed: 1 of 1 in "
-            "float32 on AMD EPYC, 2 cores. No run was whole: float16, bfloat16 and CUDA were not run, although "
-            "claimed. Its command: pytest --impl '*'.",
+            "Cases that failed: 1 of 1 in float32 on AMD EPYC, 2 cores. No run was whole: float16, bfloat16 and CUDA "
+            "were not run, although claimed. Its command: pytest --impl '*'.",
         ),
     ],
 )
@@ -240,15 +239,31 @@ def test_what_was_run_stands_beside_the_verdict(tmp_path: Path) -> None:
     assert says in pages(site)["index.html"].words
 
 
-def test_a_simpler_case_in_a_dtype_that_was_not_run_says_so(tmp_path: Path) -> None:
-    said = "the simplest case that fails: b1 h1 q7 k7 d8 float32 full normal seed4; it needs dtype float32"
-    failed = judgement(
-        status="failed", rho=2.0, dtype="float16", message=said, case="b2 h2 q99 k99 d8 float16 full normal x16 seed0"
+def test_a_quick_run_is_called_quick(tmp_path: Path) -> None:
+    failed = judgement(status="failed", rho=3.0)
+    for command, is_quick in (("flashproof f --quick", True), ("flashproof f", False)):
+        site = several(tmp_path / str(is_quick), run(claim(), failed, command=command))
+        says = "The run was quick, which leaves out most of the cases."
+        assert (says in the_page(site, "triton.fa2").words) == is_quick
+        assert (says in pages(site)["index.html"].words) == is_quick
+
+
+def test_what_where_how_bad_and_how_to_repeat_it_stand_on_top(tmp_path: Path) -> None:
+    failed = [
+        judgement(status="failed", tensor=tensor, dtype=dtype, rho=rho, case=f"b1 h1 q{n} k{n} d8 {dtype} causal")
+        for n, tensor, dtype, rho in ((7, "out", "float32", 9.0), (8, "dk", "float32", 2.0), (9, "dk", "float16", 2.0))
+    ]
+    worst = building.worst(4.0, got=1.5, exact=1.0, error=0.5, bound=0.125)
+    failed[0] = replace(failed[0], rho=4.0, worst=worst, case="b1 h1 q3 k3 d8 float32")
+    site = small_site(tmp_path, claim(), *failed, judgement(case="b1 h1 q5 k5 d64 float32", tensor="dq"))
+    says = (
+        "What is wrong out is wrong in float32; dK is wrong in float32 and float16. Where It fails in 3 of 4 cases. "
+        "How bad In the simplest failing case, out in float32 is 4.0 times as far off as its arithmetic allows: "
+        "got 1.5 for 1. This is an error of 0.5, and 0.12 is allowed. To repeat it "
+        "pytest --impl triton.fa2 --case 'b1 h1 q3 k3 d8 float32' "
     )
-    words = "and is in float32, in which the run judged nothing else. The records hold no figures of it; this command"
-    assert words in the_page(small_site(tmp_path / "one", failed), "triton.fa2").words
-    both = the_page(small_site(tmp_path / "both", failed, judgement()), "triton.fa2").words
-    assert "made simpler step by step. The records hold no figures of it; this command prints them:" in both
+    for page in (the_page(site, "triton.fa2"), pages(site)["index.html"]):
+        assert says in page.words
 
 
 def test_accuracy_is_told_before_special_calls(tmp_path: Path) -> None:
@@ -418,18 +433,10 @@ def test_the_simplest_failure_is_first_and_the_worst_beside_it(tmp_path: Path) -
     }
     failed = [judgement(status="failed", case=case, rho=rho) for case, rho in cases.items()]
     text = the_page(small_site(tmp_path / "recorded", *failed), "triton.fa2").text
-    assert "in all 3 cases. The simplest failing case: out in float32 is 2.0 times as far off" in text
-    order = [
-        "The simplest failing case: ",
-        "Failures",
-        "simplest case first",
-        "rho 2.0",
-        "seed2'",
-        "The worst case",
-        "rho 9.0",
-        "seed1'",
-    ]
-    places = [text.index(words) for words in order]
+    top, _, below = text.partition("Failures")
+    assert "In the simplest failing case, out in float32 is 2.0 times as far off" in top
+    order = ["simplest case first", "rho 2.0", "seed2'", "The worst case", "rho 9.0", "seed1'"]
+    places = [below.index(words) for words in order]
     assert places == sorted(places)
 
 
@@ -447,12 +454,13 @@ def test_the_needs_of_one_case_are_not_told_beside_what_all_share(tmp_path: Path
         )
         for n in range(200, 204)
     ]
+    failed.append(judgement(status="failed", rho=1.5, case=simple, worst=building.worst(1.5)))
     passed = [judgement(case=f"b1 h1 q{n} k{n} d64 float32 full normal seed0") for n in range(200, 210)]
     for others, is_told in (([], True), (passed, False)):
         site = small_site(tmp_path / str(is_told), *failed, *others)
         page = the_page(site, "triton.fa2").words
-        assert f"this command prints them: again: pytest --impl triton.fa2 --case '{simple}'" in page
-        assert "All failing cases have a head dim of 256. The plainest case that still fails" in page
+        assert f"To repeat it pytest --impl triton.fa2 --case '{simple}'" in page
+        assert "All failing cases have a head dim of 256. The simplest one, " in page
         assert f"{simple}, passes without that; it also passes without layout of k columns, which other" in page
         assert f"the simplest case that fails: {simple}" in page
         assert ("it needs" in page) == is_told
@@ -844,7 +852,8 @@ def test_a_failure_whose_cause_was_found_comes_first(tmp_path: Path) -> None:
     failed.append(judgement(status="failed", tensor="out", rho=2.0, question=cause, case="b1 q8 seed1"))
     site = write_site([building.write(tmp_path / "run.jsonl", [environment(), *failed])], tmp_path / "site").parent
     text = the_page(site, "triton.fa2").text
-    assert f"Fails 1 check in all 2 cases: {cause}. The simplest failing case: out in float32 is 2.0 times" in text
+    assert f"Fails 1 check in all 2 cases: {cause}." in text
+    assert "In the simplest failing case, out in float32 is 2.0 times" in text
     assert text.index("rho 2.0") < text.index("rho 9.0")
 
 
@@ -854,7 +863,7 @@ def test_a_cause_in_few_failing_checks_is_no_headline(tmp_path: Path) -> None:
     failed = [judgement(status="failed", check=f"contract/{name}", rho=3.0) for name in ("a", "b", "c", "d")]
     failed.append(judgement(status="failed", rho=2.0, question=cause))
     text = the_page(small_site(tmp_path, claim(), *failed), "triton.fa2").text
-    assert "Fails 5 checks in its only case. The simplest failing case: out in float32 is" in text
+    assert "Fails 5 checks in its only case." in text
 
 
 def test_a_larger_rho_in_a_check_of_calls_is_the_worst_case(tmp_path: Path) -> None:
@@ -864,7 +873,7 @@ def test_a_larger_rho_in_a_check_of_calls_is_the_worst_case(tmp_path: Path) -> N
     checks = ("contract/z", "accuracy/forward")  # without a figure, the check of plain calls tells most
     failed = [judgement(status="failed", check=check, tensor=None, rho=None, message="wrong") for check in checks]
     page = the_page(small_site(tmp_path / "none", claim(), *failed), "triton.fa2").text
-    assert "The simplest failing case: accuracy/forward in float32 does not hold" in page
+    assert "In the simplest failing case, accuracy/forward in float32 does not hold" in page
 
 
 def test_an_exact_value_of_nearly_0_is_not_the_headline(tmp_path: Path) -> None:
@@ -884,7 +893,7 @@ def test_an_exact_value_of_nearly_0_is_not_the_headline(tmp_path: Path) -> None:
     says = "out in float32 is 17 times as far off as its arithmetic allows: got -0.06506 for -0.07506."
     assert f"fails in 4 of 5 cases; in the simplest one, {says}" in pages(site)["index.html"].words
     page = the_page(site, "triton.fa2").words
-    assert f"in 4 of 5 cases. The simplest failing case: {says}" in page
+    assert f"In the simplest failing case, {says}" in page
     assert "The worst case, and the simplest" in page
     assert "rho 17" in page.partition("Failures")[2][:500]
     titles = [attributes.get("title") for _, attributes in pages(site)["index.html"].elements]
