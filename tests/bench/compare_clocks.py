@@ -24,7 +24,7 @@ NAMES = ("sdpa.flash", "sdpa.cudnn", "triton.fa2", "cuda.fa2")
 LINE = f"{settings.line(4096, 128, 'causal')} float16"
 AGREEMENT = 0.03  # the largest difference, as a share of do_bench's time
 ROUNDS = 50  # in each turn
-TURNS = 12  # with 4, the chip is cooler for the clock that begins, which then differs by up to 3 %
+TURNS = 12  # with 4, they differed by up to 3 %
 
 
 class Compared(NamedTuple):
