@@ -76,7 +76,7 @@ def _answers(problem: Problem, *, backward: bool) -> Iterator[tuple[str, dict[st
     for words, product in _products(problem):
         yield words, _computed(problem, product, backward=backward)
     for words, rounding in _roundings_of_weights(problem):
-        yield f"weights that are rounded to {words}", _computed(problem, _EXACT, rounding, backward=backward)
+        yield f"weights that are {words}", _computed(problem, _EXACT, rounding, backward=backward)
     if dtype == torch.float32:
         return
     for size in TILES:
@@ -104,9 +104,12 @@ def _products(problem: Problem) -> Iterator[tuple[str, Product]]:
 def _roundings_of_weights(problem: Problem) -> Iterator[tuple[str, Rounding]]:
     """The roundings of weights that are coarser than those to the dtype of the problem, with their names."""
     if problem.query.dtype == torch.float32:
-        yield "float16 or TF32", _to_tf32  # most weights have the same value in both
+        yield "rounded to float16 or TF32", _to_tf32  # most weights have the same value in both
+    else:
+        dtype = _name(problem.query.dtype)
+        yield f"cut off to {dtype}, towards 0, instead of rounded", _CUTS[problem.query.dtype]
     if problem.query.dtype != torch.bfloat16:
-        yield "bfloat16", _to_bfloat16
+        yield "rounded to bfloat16", _to_bfloat16
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -252,3 +255,11 @@ def _truncated_to_tf32(tensor: Tensor, more: int = 0) -> Tensor:
     """Drops the bits of float32 numbers that TF32 does not have, as a tensor core does by itself."""
     bits = tensor.contiguous().view(torch.int32)
     return ((bits + more) & -(1 << _TF32_LOST)).view(torch.float32)
+
+
+def _cut_to(bits: int) -> Rounding:
+    """Drops the last bits of float32 numbers."""
+    return lambda tensor: (tensor.contiguous().view(torch.int32) & -(1 << bits)).view(torch.float32)
+
+
+_CUTS: dict[torch.dtype, Rounding] = {torch.float16: _cut_to(13), torch.bfloat16: _cut_to(16)}

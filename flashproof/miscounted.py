@@ -29,11 +29,14 @@ class _Fit(NamedTuple):
     last: int
 
 
-def errors_of(problem: Problem, out: Tensor, exact: Tensor) -> str:
+def errors_of(problem: Problem, out: Tensor, exact: Tensor, bound: Tensor) -> str:
     """What counts too much or too little in a wrong output, in words. Empty if nothing explains the errors.
 
-    problem: of one key head; nothing is explained if it has dropout. out, exact: the output of the kernel and the exact
-    one, [1, query heads, queries, dim].
+    If nothing explains all rows, it may explain those that are outside the bound: a kernel may be wrong in these alone,
+    as one that rescales its sums only where the maximum has grown.
+
+    problem: of one key head; nothing is explained if it has dropout. out, exact, bound: the output of the kernel, the
+    exact one and the largest errors that are allowed, [1, query heads, queries, dim].
     """
     if problem.dropout.p or math.prod(problem.query.shape) * problem.key.shape[2] > PRODUCTS:
         return ""
@@ -41,12 +44,19 @@ def errors_of(problem: Problem, out: Tensor, exact: Tensor) -> str:
     if not bool(error.isfinite().all()) or int(error.any(dim=-1).count_nonzero()) < ROWS:
         return ""
     keys, dims = (KEYS, problem.key.shape[2]), (DIMS, problem.key.shape[3])
-    found = [
-        (fit, f"{what} {_range(fit, *(dims if 'dims' in what else keys))} count {_number(fit.factor)} times")
-        for parts, what in _contributions(problem, exact)
-        if (fit := _fitted(error, parts))
-    ]
-    return min(found)[1] if found else ""
+    wrong = (error.abs() > bound.to(error.device)).any(dim=-1)
+    contributions = list(_contributions(problem, exact))
+    for rows in (torch.ones_like(wrong), wrong):
+        count = int(rows.count_nonzero())
+        found = [
+            (fit, f"{what} {_range(fit, *(dims if 'dims' in what else keys))} count {_number(fit.factor)} times")
+            for parts, what in contributions
+            if count >= ROWS and (fit := _fitted(error[rows], [part[rows] for part in parts]))
+        ]
+        if found:
+            of = f", in {count:,} of {rows.numel():,} rows" if count < rows.numel() else ""
+            return min(found)[1] + of
+    return ""
 
 
 def _number(factor: float) -> str:
@@ -81,7 +91,10 @@ def _contributions(problem: Problem, exact: Tensor) -> Iterator[tuple[list[Tenso
 
 
 def _fitted(error: Tensor, parts: Sequence[Tensor]) -> _Fit | None:
-    """The neighbouring parts that explain most of an error. None if it is too little, or if the others are nearly 0."""
+    """The neighbouring parts that explain most of an error. None if it is too little, or if the others are nearly 0.
+
+    error, parts: [rows, dim].
+    """
     size = float(error.square().sum())
 
     def share(part: Tensor) -> float:

@@ -333,5 +333,6 @@ def _miscounted(problem: Problem, failed: Mapping[TensorName, Tensor], truth: Ex
     if "out" not in failed:
         return ""
     one = _of_one_key_head(problem)
-    words = miscounted.errors_of(one, _part(one, "out", failed["out"]), _part(one, "out", truth.answer.out))
+    out, exact, bound = (_part(one, "out", tensor) for tensor in (failed["out"], truth.answer.out, truth.bound.out))
+    words = miscounted.errors_of(one, out, exact, bound)
     return f"out has the errors of {words}" if words else ""

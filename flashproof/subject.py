@@ -59,12 +59,13 @@ class Explained(NamedTuple):
     """What is found about a failure.
 
     question: the other question that it answers, or empty. words: the simplest case that fails, or where failures
-    begin. simplest: the answer to this case, if it still fails.
+    begin. simplest: the answer to this case, if it still fails. of_simplest: the other question that it answers.
     """
 
     question: str = ""
     words: str = ""
     simplest: Answered | None = None
+    of_simplest: str = ""
 
 
 @dataclass(eq=False)
@@ -416,8 +417,9 @@ class Subject:
         axes: dict[str, float] | None = None,
         given: Inputs | None = None,
         note: str = "",
+        known: Explained | None = None,
     ) -> None:
-        """Records the verdicts on an answer. given, note: as in `judge_answer`.
+        """Records the verdicts on an answer. given, note: as in `judge_answer`. known: about the first that failed.
 
         Along the lengths, where the numbers are normal, the errors of all elements are recorded too.
         """
@@ -433,15 +435,23 @@ class Subject:
             problem = (given or inputs(case, self.device)).problem(case)
             row = "" if judged.tensor in ("dk", "dv") else judging.describe(problem, judged.worst.index)
             fields |= judged.figures(row) | {"message": note}
-            found: Explained | None = None
-            if not self.failures and not self._of_some_cases(case) and self.explains:
+            found = known or Explained()
+            if not known and not self.failures and not self._of_some_cases(case) and self.explains:
                 found = self._explained(verdicts, answer, case, judged.tensor, given)
-                fields["question"] = found.question
-                fields["message"] = "\n".join(words for words in (note, found.question, found.words) if words)
+            fields["question"] = found.question
+            fields["message"] = "\n".join(words for words in (note, found.question, found.words) if words)
             self._failed(case, **fields)
-            if found and found.simplest:
+            known = None  # the other tensors of an answer repeat no words
+            if found.simplest:
                 of_simplest, there = found.simplest
-                self._record_judged(of_simplest, there.answer, there.case, given=there.given, note=there.note)
+                self._record_judged(
+                    of_simplest,
+                    there.answer,
+                    there.case,
+                    given=there.given,
+                    note=there.note,
+                    known=Explained(found.of_simplest),
+                )
 
     def _explained(
         self,
@@ -453,21 +463,21 @@ class Subject:
     ) -> Explained:
         """What is found about a failure.
 
-        If this case answers no other question, the simplest case may: its numbers and its mask are plainer. A question
-        of the failing case itself says enough.
+        If this case answers no other question, the simplest case may: its numbers and its mask are plainer.
         """
         question = self._question(verdicts, answer, case, given)
-        if question or given is not None:
+        if given is not None:
             return Explained(question)
         simple, needs = self._simplest(case, name)
         if simple == case:
-            return Explained(words=self._onset(case, name))
+            return Explained(question, "" if question else self._onset(case, name))
         words = f"the simplest case that fails: {simple}" + (f"; it needs {', '.join(needs)}" if needs else "")
         failing = self._failing(simple)
         if failing is None:  # the kernel does not repeat itself
-            return Explained(words=words)
+            return Explained(question, words)
         of_simplest, there = failing
-        return Explained(self._question(of_simplest, there.answer, there.case, there.given), words, failing)
+        other = self._question(of_simplest, there.answer, there.case, there.given)
+        return Explained(question or other, words, failing, other)
 
     def _question(self, verdicts: list[Judged], answer: Answer, case: Case, given: Inputs | None) -> str:
         """The other question that the wrong tensors of an answer are right for, in words."""

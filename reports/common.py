@@ -51,13 +51,12 @@ class Shared:
     def __str__(self) -> str:
         (failing, failed), (passing, passed) = self.failing, self.passing
         who = f"All {failed:,}" if failing == failed else f"{failing:,} of {failed:,}"
-        that = "them" if " and " in self.words else "that"
-        others = (
-            f"{passing:,} of the {passed:,} passing cases that judge the same tensors have {that}, too"
-            if passing
-            else f"no passing case has {that}"
-        )
-        return f"{who} failing cases have {self.words}; {others}"
+        is_one = " and " not in self.words
+        if not passing:
+            return f"{who} failing cases have {self.words}; no passing case has {'that' if is_one else 'them'}"
+        others = f"but so do {passing:,} of {passed:,} passing cases"
+        alone = "this alone does" if is_one else "these alone do"
+        return f"{who} failing cases have {self.words}, {others}: {alone} not decide"
 
 
 _parsed = lru_cache(maxsize=None)(Case.parse)
@@ -166,32 +165,18 @@ def simplest_lines(text: str) -> list[str]:
 
 
 class Needs(NamedTuple):
-    """A failing case that was made as simple as possible, and the properties without each of which it passes, in words.
+    """A failing case that was made as simple as possible, and what it has in common with all failing cases.
 
-    everywhere: those that all failing cases have. here: those that other failing cases lack.
+    everywhere: the properties that all of them have, in words. Without each of these properties, this case passes.
     """
 
     case: str
     everywhere: tuple[str, ...]
-    here: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.of_all}. {self.of_case}" if self.everywhere else self.of_case
-
-    @property
-    def of_all(self) -> str:
-        """What all failing cases have of it. Empty if this is nothing."""
-        return f"All failing cases have {wording.listed(self.everywhere)}" if self.everywhere else ""
-
-    @property
-    def of_case(self) -> str:
-        """What this case needs."""
-        told = f"The simplest one, {self.case}, " if self.everywhere else f"The simplest failing case, {self.case}, "
-        others = f"passes without {wording.listed(self.here, 'or')}, which other failing cases do not need"
-        if not self.everywhere:
-            return told + others
         each = ("that", "either")[len(self.everywhere) - 1] if len(self.everywhere) < 3 else "any one of these"
-        return f"{told}passes without {each}" + (f"; it also {others}" if self.here else "")
+        told = f"All failing cases have {wording.listed(self.everywhere)}"
+        return f"{told}. The simplest one, {self.case}, passes without {each}"
 
 
 _WORDS = {
@@ -230,7 +215,7 @@ FEW = 5  # properties of a case that a sentence can name
 
 
 def needs(judgements: Sequence[Judgement]) -> Needs | None:
-    """What the failing case that needs least needs. None if no case was made simple, or if each needs much."""
+    """What all failing cases have of what the simplest one needs. None if this is nothing, or if each needs much."""
     failures = [one for one in judgements if one.status == "failed" and one.case]
     found = [(case, words.split(", ")) for one in failures for case, words in _NEEDS.findall(one.message)]
     case, needed = min(found, key=lambda one: (len(one[1]), one[0]), default=("", []))
@@ -238,14 +223,14 @@ def needs(judgements: Sequence[Judgement]) -> Needs | None:
     failing = [parsed for line in sorted(lines) if (parsed := _case(line))]
     if not 0 < len(needed) <= FEW or not failing:
         return None
-    everywhere, here = list[str](), list[str]()
+    everywhere = []
     names = sorted((factor.name for factor in FACTORS), key=len, reverse=True)
     for one in needed:
         name = next((name for name in names if one.startswith(f"{name} ")), "")
         level = one.removeprefix(f"{name} ")
-        shared = _of_all(name, level, failing) if name else ""
-        (everywhere if shared else here).append(shared or _in_words(name, level))
-    return Needs(case, tuple(everywhere), tuple(here))
+        if shared := _of_all(name, level, failing) if name else "":
+            everywhere.append(shared)
+    return Needs(case, tuple(everywhere)) if everywhere else None
 
 
 _NEEDS = re.compile(r"(?m)^the simplest case that fails: (.*?); it needs (.*)$")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from flashproof.reports import causes, common, overview, symptoms, tables, wording
-from flashproof.reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, dtype_order
+from flashproof.reports.evidence import TENSORS, Evidence, Judged, Kernel, Machine, dtype_order, size
 from flashproof.reports.record import Judgement
 
 Kind = tuple[str, str | None, str, Machine]  # check, tensor, dtype and machine
@@ -40,7 +40,7 @@ class Answers(NamedTuple):
     command: str  # repeats the simplest failing case
 
 
-def answers(kernel: Kernel, columns: Sequence[overview.Column], where: common.Shared | None) -> Answers:
+def answers(kernel: Kernel, where: common.Shared | None) -> Answers:
     """What is wrong with an implementation that fails, where, how bad it is, and how to repeat it."""
     simplest, gravest = overview.simplest_failure(kernel), overview.worst_failure(kernel)
     assert simplest is not None, "only an implementation that fails is asked about"
@@ -49,14 +49,12 @@ def answers(kernel: Kernel, columns: Sequence[overview.Column], where: common.Sh
     what = [wording.sentence(one) for one in (cause(kernel), *(one.text for one in seen if not one.is_place)) if one]
     places = [wording.sentence(one.text) for one in seen if one.is_place]
     bad = f"In the simplest failing case, {_how_bad(simplest.judgement)}."
-    if gravest is not simplest and (worst := wording.reason(gravest.judgement)) != wording.reason(simplest.judgement):
-        bad += f" In the worst one, {worst}."
-    shared = in_common(kernel, columns, where)
-    if not shared and not places:
-        places = [f"It fails{overview.of_cases(kernel)}"]
+    if size(simplest.rho) > 1 and gravest.telling_rho > size(simplest.rho):
+        bad += f" In another case, {wording.reason(gravest.judgement)}."
+    shared = in_common(kernel, where)
     return Answers(
         _sentences(_what([judged.judgement for judged in failed(kernel)]) or wording.reason(simplest.judgement), *what),
-        " ".join(one for one in (_sentences(*places), shared) if one),
+        " ".join(one for one in (_sentences(*places), shared) if one) or f"It fails{overview.of_cases(kernel)}.",
         bad,
         wording.repeat_line(simplest.judgement),
     )
@@ -228,27 +226,14 @@ def _told(judged: Judged, groups: dict[Kind, list[Judged]], kernel: Kernel, wher
     return Told(judged, block, len(groups[_kind(judged)]) - 1, overview.key_of(one))
 
 
-def in_common(kernel: Kernel, columns: Sequence[overview.Column], where: common.Shared | None) -> str:
-    """What the failures have in common, and which columns of the overview fail for the same cause, in sentences.
+def in_common(kernel: Kernel, where: common.Shared | None) -> str:
+    """What the failing cases have in common, in sentences. Empty if nothing is known.
 
-    Empty if nothing is known.
+    What was tried, by leaving it out of a case, says more than what the cases happen to have.
     """
-    failures = [judged.judgement for judged in failed(kernel)]
-    every = {column.title: [one for one in failures if column.holds(one)] for column in columns}
-    if where:
-        alike = [title for title, own in every.items() if own and _share(own, where) >= common.HELD]
-        said = "fail in these cases, so one fault may explain them"
-    else:
-        explained = {id(one) for group in causes.explanations(failures)[:1] for one in group}
-        alike = [title for title, own in every.items() if any(id(one) in explained for one in own)]
-        said = "show the same cause"
-    told = [f"{where}."] if where else []
-    if needed := common.needs(failures):
-        simplest = overview.simplest_failure(kernel)
-        is_told = simplest is not None and simplest.judgement.case == needed.case
-        told = [f"{words}." for words in (needed if is_told else needed.of_all,) if str(words)] + told
-    told += [f"The columns {wording.listed(alike)} {said}."] if len(alike) > 1 else []
-    return " ".join(told)
+    needed = common.needs([judged.judgement for judged in failed(kernel)])
+    is_new = where is not None and not any(one in where.words for one in (needed.everywhere if needed else ()))
+    return " ".join(f"{said}." for said in (needed, where if is_new else None) if said)
 
 
 def _share(failures: Sequence[Judgement], where: common.Shared) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from flashproof.reports import causes, common, tables, wording
+from flashproof.reports import causes, common, symptoms, tables, wording
 from flashproof.reports.checks import LAYER_SENTENCES
 from flashproof.reports.evidence import (
     DTYPES,
@@ -388,6 +388,11 @@ def _failing(evidence: Evidence) -> str:
     if count > 1:
         reason = wording.instance(judged.judgement)
         return f"{count} fail; the name of each in the table opens its failures. The worst is {who}: {reason}."
+    failed = [one.judgement for one in kernel.judged if one.judgement.status == "failed"]
+    if said := causes.headline(failed) or symptoms.headline(
+        symptoms.symptoms([one.judgement for one in kernel.judged])
+    ):
+        return f"{who} fails{of_cases(kernel)}: {said}."
     where = "; in the simplest one, " if len(_wrong_cases(kernel)) > 1 else ": "
     return f"{who} fails{of_cases(kernel)}{where}{wording.instance((simplest_failure(kernel) or judged).judgement)}."
 

@@ -82,7 +82,7 @@ def values(
         "several": len(kernel.machines) > 1,
         "verdict": tables.verdict(kernel),
         "sentence": _sentence(kernel),
-        "answered": failing.answers(kernel, shown, where) if first else None,
+        "answered": failing.answers(kernel, where) if first else None,
         "first": first,
         "ran": failing.ran(kernel, evidence) if first else None,
         "next": failed[:NEXT],

@@ -196,8 +196,8 @@ def _only(judgements: Sequence[Judgement], failed: Sequence[Judgement]) -> Itera
     if not wrong or not holding or count < FEWEST:
         return
     short = f"only {_names([*wrong])} {'fail' if len(wrong) > 1 else 'fails'}"
-    hold, them = ("hold", "them") if len(holding) > 1 else ("holds", "it")
-    yield Symptom(short, f"{short}: {_names([*holding])} {hold} in all {count:,} failing cases that judge {them}, too")
+    are = "are" if len(holding) > 1 else "is"
+    yield Symptom(short, f"{short}: {_names([*holding])} {are} right in the same cases ({count:,} were judged)")
 
 
 def _one_way(judgements: Sequence[Judgement], failed: Sequence[Judgement]) -> Iterator[Symptom]:

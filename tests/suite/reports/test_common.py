@@ -99,8 +99,8 @@ def test_a_property_that_only_repeats_the_draw_is_not_named() -> None:
     found = common.shared([*failing, *narrow, *wide])
     assert found is not None
     assert str(found) == (
-        "All 40 failing cases have a head dim of at least 256 (a case with 64 passes); 2 of the 102 passing "
-        "cases that judge the same tensors have that, too"
+        "All 40 failing cases have a head dim of at least 256 (a case with 64 passes), but so do 2 of 102 "
+        "passing cases: this alone does not decide"
     )
     many = [judgement(case=f"b1 h1 q{n} k{n} d256 float32") for n in range(400, 440)]
     found = common.shared([*failing, *narrow, *many])

@@ -283,23 +283,20 @@ def test_the_sentence_says_how_many_fail_and_how_to_see_each(tmp_path: Path) -> 
     assert {"a.html", "b.html", "c.html"} <= set(pages(site)["index.html"].all("href"))
 
 
-def test_the_overview_says_that_columns_fail_for_one_cause(tmp_path: Path) -> None:
+def test_the_overview_says_what_the_cause_is_and_where(tmp_path: Path) -> None:
     cause = "this is the answer without the causal mask"
     checks = ("accuracy/forward", "masks/hidden", "contract/twice")
     failed = [judgement(status="failed", check=check, rho=9.0, question=cause) for check in checks]
     site = small_site(tmp_path / "answer", *failed, judgement(check="stability/shifted", status="failed", rho=2.0))
+    assert f"fails in its only case: {cause}." in pages(site)["index.html"].words
     for page in (pages(site)["index.html"], the_page(site, "triton.fa2")):
-        assert "The columns out, masks and calls show the same cause." in page.words
-        assert f"{cause[1:]}. " in page.words
+        assert f"out is wrong in float32. {wording.sentence(cause)}. " in page.words
     wide = [f"b1 h1 q{n} k{n} d256 float32 full normal seed0" for n in range(200, 204)]
     failed = [judgement(status="failed", check=check, case=case, rho=9.0) for check in checks for case in wide]
     passed = [judgement(case=f"b1 h1 q{n} k{n} d64 float32 full normal seed0") for n in range(200, 210)]
     words = pages(small_site(tmp_path / "cases", *failed, *passed))["index.html"].words
-    assert (
-        "All 4 failing cases have a head dim of at least 256 (a case with 64 passes); no passing case has that."
-        in words
-    )
-    assert "The columns out, masks and calls fail in these cases, so one fault may explain them." in words
+    says = "All 4 failing cases have a head dim of at least 256 (a case with 64 passes); no passing case has that."
+    assert says in words
 
 
 def test_a_tensor_fails_in_its_column_wherever_it_fails(tmp_path: Path) -> None:
@@ -461,7 +458,7 @@ def test_the_needs_of_one_case_are_not_told_beside_what_all_share(tmp_path: Path
         page = the_page(site, "triton.fa2").words
         assert f"To repeat it pytest --impl triton.fa2 --case '{simple}'" in page
         assert "All failing cases have a head dim of 256. The simplest one, " in page
-        assert f"{simple}, passes without that; it also passes without layout of k columns, which other" in page
+        assert f"{simple}, passes without that." in page
         assert f"the simplest case that fails: {simple}" in page
         assert ("it needs" in page) == is_told
         assert any("it needs" in word for word in every_case(site, "triton.fa2")["words"]) == is_told
