@@ -463,12 +463,13 @@ class Subject:
     ) -> Explained:
         """What is found about a failure.
 
-        If this case answers no other question, the simplest case may: its numbers and its mask are plainer.
+        If this case answers no other question, the simplest case may: its numbers and its mask are plainer. If it
+        answers one, the simplest case matters less, so the search for it is short.
         """
         question = self._question(verdicts, answer, case, given)
         if given is not None:
             return Explained(question)
-        simple, needs = self._simplest(case, name)
+        simple, needs = self._simplest(case, name, self.simplifying / (3.0 if question else 1.0))
         if simple == case:
             return Explained(question, "" if question else self._onset(case, name))
         words = f"the simplest case that fails: {simple}" + (f"; it needs {', '.join(needs)}" if needs else "")
@@ -496,12 +497,12 @@ class Subject:
                 return verdicts, found
         return None
 
-    def _simplest(self, case: Case, name: TensorName) -> tuple[Case, list[str]]:
+    def _simplest(self, case: Case, name: TensorName, seconds: float) -> tuple[Case, list[str]]:
         """The simplest case that fails, and the levels without which it passes: none if there was no time to try all.
 
         It is the case itself if no simpler one fails. The dtype stays, because a check is of one dtype.
         """
-        end = time.monotonic() + self.simplifying
+        end = time.monotonic() + seconds
         found = simplest(
             case, lambda other: other.dtype == case.dtype and time.monotonic() < end and self._fails(other, name)
         )
@@ -521,9 +522,14 @@ class Subject:
         return f"fails at every {axis} from {value:g} to {getattr(case, axis):g}"
 
     def _fails(self, case: Case, name: TensorName) -> bool:
-        """Whether this tensor of an answer to a case is outside the bound."""
-        found = self._answers(case)
-        verdicts = [judging.judge(one.answer, one.case, self.claim(one.case), (name,), one.given) for one in found]
+        """Whether this tensor of an answer to a case is outside the bound. False if there is no memory to judge it."""
+        try:
+            found = self._answers(case)
+            verdicts = [judging.judge(one.answer, one.case, self.claim(one.case), (name,), one.given) for one in found]
+        except RuntimeError as error:
+            if "can't allocate memory" in str(error):
+                return False
+            raise
         return not all(judged.passed for of_one in verdicts for judged in of_one)
 
     def _answers(self, case: Case) -> list[ways.Computed]:

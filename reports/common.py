@@ -76,9 +76,10 @@ def shared(judgements: Sequence[Judgement]) -> Shared | None:
     failing, passing = list(lines.values()), [case for line in sorted(right) if (case := _case(line))]
     if len(failing) < FEWEST or not passing:
         return None
-    # A case that was made simpler and still fails has fewer properties, and the fault needs none that it lacks.
+    # A case that was made simpler and still fails has fewer properties, and the fault needs none that it lacks. A few
+    # may have a property in another form, such as memory that a way of calling slices.
     simpler = [case for one in failures for line in simplest_lines(one.message) if (case := _case(line))]
-    candidates = [one for one in _candidates(failing) if all(map(one.holds, simpler))]
+    candidates = [one for one in _candidates(failing) if _held(simpler, one.holds) >= HELD * len(simpler)]
     chosen = _needed(_chosen(candidates, failing, passing), failing, passing)
     if not chosen:
         return None
@@ -165,18 +166,20 @@ def simplest_lines(text: str) -> list[str]:
 
 
 class Needs(NamedTuple):
-    """A failing case that was made as simple as possible, and what it has in common with all failing cases.
+    """A failing case that was made as simple as possible, and the properties without each of which it passes, in words.
 
-    everywhere: the properties that all of them have, in words. Without each of these properties, this case passes.
+    everywhere: those that all failing cases have. here: those that some lack.
     """
 
     case: str
     everywhere: tuple[str, ...]
+    here: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         each = ("that", "either")[len(self.everywhere) - 1] if len(self.everywhere) < 3 else "any one of these"
         told = f"All failing cases have {wording.listed(self.everywhere)}"
-        return f"{told}. The simplest one, {self.case}, passes without {each}"
+        told += f". The simplest one, {self.case}, passes without {each}"
+        return told + (f", and also without {wording.listed(self.here, 'or')}" if self.here else "")
 
 
 _WORDS = {
@@ -223,14 +226,14 @@ def needs(judgements: Sequence[Judgement]) -> Needs | None:
     failing = [parsed for line in sorted(lines) if (parsed := _case(line))]
     if not 0 < len(needed) <= FEW or not failing:
         return None
-    everywhere = []
+    everywhere, here = list[str](), list[str]()
     names = sorted((factor.name for factor in FACTORS), key=len, reverse=True)
     for one in needed:
         name = next((name for name in names if one.startswith(f"{name} ")), "")
         level = one.removeprefix(f"{name} ")
-        if shared := _of_all(name, level, failing) if name else "":
-            everywhere.append(shared)
-    return Needs(case, tuple(everywhere)) if everywhere else None
+        shared = _of_all(name, level, failing) if name else ""
+        (everywhere if shared else here).append(shared or _in_words(name, level))
+    return Needs(case, tuple(everywhere), tuple(here)) if everywhere else None
 
 
 _NEEDS = re.compile(r"(?m)^the simplest case that fails: (.*?); it needs (.*)$")
@@ -279,6 +282,7 @@ def _candidates(failing: Sequence[Case]) -> Iterator[Property]:
             )
     for place, name in enumerate("qkv"):
         yield Property(f"the heads of {name} interleaved in memory", _is_interleaved(place))
+    yield Property("no gradient that is wanted", lambda case: not case.backward)
     yield Property("as many keys as queries", lambda case: case.keys == case.queries)
     yield Property("another number of keys than of queries", lambda case: case.keys != case.queries)
     for factor in FACTORS:

@@ -46,7 +46,9 @@ def answers(kernel: Kernel, where: common.Shared | None) -> Answers:
     assert simplest is not None, "only an implementation that fails is asked about"
     assert gravest is not None
     seen = symptoms_of(kernel)
-    what = [wording.sentence(one) for one in (cause(kernel), *(one.text for one in seen if not one.is_place)) if one]
+    known = cause(kernel)
+    more = [one.text for one in seen if not (one.is_place or (known and one.short and one.short in known))]
+    what = [wording.sentence(one) for one in (known, *more) if one]
     places = [wording.sentence(one.text) for one in seen if one.is_place]
     bad = f"In the simplest failing case, {_how_bad(simplest.judgement)}."
     if size(simplest.rho) > 1 and gravest.telling_rho > size(simplest.rho):
@@ -232,7 +234,8 @@ def in_common(kernel: Kernel, where: common.Shared | None) -> str:
     What was tried, by leaving it out of a case, says more than what the cases happen to have.
     """
     needed = common.needs([judged.judgement for judged in failed(kernel)])
-    is_new = where is not None and not any(one in where.words for one in (needed.everywhere if needed else ()))
+    known = (*needed.everywhere, *needed.here) if needed else ()
+    is_new = where is not None and not any(one in where.words for one in known)
     return " ".join(f"{said}." for said in (needed, where if is_new else None) if said)
 
 

@@ -5,7 +5,7 @@ the bits of errors may point to a cause. A sentence stands only where chance alo
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from statistics import median
@@ -40,6 +40,7 @@ def symptoms(judgements: Sequence[Judgement]) -> list[Symptom]:
     """What the judgements of an implementation show of its failures, the most telling first."""
     failed = [one for one in judgements if one.status == "failed" and one.tensor]
     return [
+        *_miscounts(failed),
         *_one_way(judgements, failed),
         *_only(judgements, failed),
         *_few_bits(failed),
@@ -69,6 +70,14 @@ def _groups(failed: Sequence[Judgement]) -> Iterator[tuple[str, str, list[Judgem
 
 
 # ------------------------------------------------------------------------------------------------- what the numbers are
+
+
+def _miscounts(failed: Sequence[Judgement]) -> Iterator[Symptom]:
+    """What counts too much or too little (`miscounted`), if several failures agree in what, and in how much."""
+    told = [one.question.partition(", in ")[0] for one in failed if one.question.endswith((" times", " rows"))]
+    words, count = Counter(told).most_common(1)[0] if told else ("", 0)
+    if count >= FEWEST:
+        yield Symptom(words, f"{words}: {count:,} failures were explained in this way")
 
 
 def bits(number: float) -> int:

@@ -458,7 +458,7 @@ def test_the_needs_of_one_case_are_not_told_beside_what_all_share(tmp_path: Path
         page = the_page(site, "triton.fa2").words
         assert f"To repeat it pytest --impl triton.fa2 --case '{simple}'" in page
         assert "All failing cases have a head dim of 256. The simplest one, " in page
-        assert f"{simple}, passes without that." in page
+        assert f"{simple}, passes without that, and also without layout of k columns." in page
         assert f"the simplest case that fails: {simple}" in page
         assert ("it needs" in page) == is_told
         assert any("it needs" in word for word in every_case(site, "triton.fa2")["words"]) == is_told

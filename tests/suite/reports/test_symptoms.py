@@ -170,6 +170,17 @@ def test_errors_of_one_size_in_several_dtypes_are_no_roundings_to_them() -> None
     assert "of the size of roundings" not in found.short
 
 
+@pytest.mark.parametrize(("count", "is_told"), [(symptoms.FEWEST, True), (symptoms.FEWEST - 1, False)])
+def test_what_several_failures_miscount_is_named(count: int, is_told: bool) -> None:
+    """They may differ in their rows. Another explanation of one failure, which chance may make, does not count."""
+    words = "out has the errors of a softmax in which the weights of keys up to 63 count 1.5 times"
+    wrong = [failed(i, question=words + f", in {20 + i} of 99 rows" * (i % 2)) for i in range(count)]
+    other = failed(99, question="out has the errors of scores in which dims 16 to 23 count 1.03 times")
+    found = [one.short for one in symptoms.symptoms([*wrong, other])]
+    assert (words in found) == is_told
+    assert not any("dims" in short for short in found)
+
+
 def test_symptoms_are_in_the_headline_on_the_page_and_in_the_terminal(tmp_path: Path) -> None:
     wrong = [failed(i) for i in range(6)]
     right = [judgement(tensor="dq", case=one.case) for one in wrong]
