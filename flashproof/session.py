@@ -40,6 +40,8 @@ CATALOGUE_DEFECTS = Path(__file__).parent / "tests" / "known_defects.toml"
 TIME_LIMITS: dict[Device, float] = {"cpu": 30.0, "cuda": 120.0}  # calls may compile; twice as long before one returns
 QUICK_LIMIT = 0.25  # the share of these limits that holds in a quick run, whose cases are small
 PROCESSES_ON_A_GPU = 16  # processes that share one GPU; they spend most of their time compiling kernels
+SIMPLIFIED = 6  # failing checks of an implementation in a process; the cases of later ones are simplified briefly
+SIMPLIFYING_LATE = 0.3  # seconds for each of these
 NOT_ANSWERED = "not run: {} answers no call"
 ENDED_BY = "the check was ended by "  # the start of the message of a check that is itself at fault
 OTHER_PLACE = "give another place by --report or --records, or in [tool.flashproof] of pyproject.toml"
@@ -71,6 +73,7 @@ class Session:
         self.outcomes: Counter[str] = Counter()  # of checks: passed, failed, known defect, skipped
         self.reasons: Counter[str] = Counter()  # the reasons why checks were skipped
         self.failures: list[Judgement] = []
+        self.failing: set[tuple[str, str, str]] = set()  # implementation, check and dtype of failures in this process
         self.errors: list[str] = []  # errors of checks that did not end with a finding
         self.passed: dict[str, int] = {}
         self.passed_in: set[tuple[str, str]] = set()  # implementations and dtypes with any passed judgement
@@ -204,8 +207,15 @@ class Session:
             emit=lambda record: self.attach(item, record),
             defects=self._defects_of(check, target),
             observer=self.worker or self.journal,
-            simplifying=quick.SIMPLIFYING if self.clock else Subject.simplifying,
+            simplifying=self._simplifying(target),
         )
+
+    def _simplifying(self, target: Target) -> float:
+        """The seconds in which a failure's case may be made simpler. After several failing checks, they are few."""
+        if self.clock:
+            return quick.SIMPLIFYING
+        count = sum(name == target.name for name, _, _ in self.failing)
+        return Subject.simplifying if count < SIMPLIFIED else SIMPLIFYING_LATE
 
     def build_arrays(self, items: Sequence[pytest.Item]) -> None:
         """Builds the arrays of these items' cases, as far as no other process of pytest-xdist builds them."""
@@ -309,6 +319,8 @@ class Session:
 
     def attach(self, item: pytest.Item, record: Record) -> None:
         """Sends a record of an item towards the file of the run, which the main process writes."""
+        if isinstance(record, Judgement) and record.status == "failed":
+            self.failing.add((record.implementation, record.check, record.dtype))
         line = msgspec.json.encode(record).decode()
         if self.journal:
             self.journal.record(line)

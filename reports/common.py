@@ -23,6 +23,8 @@ HELD = 0.9  # the share of the failing cases that must have all of them; a check
 EXCLUDED = 0.5  # the least share of the remaining passing cases that a further property excludes
 FIRST, FURTHER = 8.0, 20.0  # bits of evidence (`_evidence`) for the first property, and for each further one
 MORE = 3  # times as many passing as failing cases lack a property
+COMMON = 0.05  # the share of passing cases from which on a property is said not to decide
+SPREAD = 1.5  # scores that differ by more are large
 FEWEST = 3  # failing cases; fewer of them have many properties in common by chance
 # Sizes for which a property is a least or a largest number, in words. {}: "at least 8".
 SIZES: dict[str, Callable[[Case], int]] = {
@@ -47,6 +49,7 @@ class Shared:
     failing: tuple[int, int]  # of how many
     passing: tuple[int, int]
     cases: frozenset[str] = frozenset()
+    count: int = 1  # of the properties
 
     def __str__(self) -> str:
         (failing, failed), (passing, passed) = self.failing, self.passing
@@ -55,8 +58,9 @@ class Shared:
         if not passing:
             return f"{who} failing cases have {self.words}; no passing case has {'that' if is_one else 'them'}"
         others = f"but so do {passing:,} of {passed:,} passing cases"
-        alone = "this alone does" if is_one else "these alone do"
-        return f"{who} failing cases have {self.words}, {others}: {alone} not decide"
+        if passing > COMMON * passed:
+            others += f": {'this alone does' if is_one else 'these alone do'} not decide"
+        return f"{who} failing cases have {self.words}, {others}"
 
 
 _parsed = lru_cache(maxsize=None)(Case.parse)
@@ -71,15 +75,16 @@ def shared(judgements: Sequence[Judgement]) -> Shared | None:
     failures = [one for one in judgements if one.status == "failed" and one.case]
     wrong = {one.case for one in failures}
     tensors = {one.tensor for one in failures}
-    right = {one.case for one in judgements if one.case and (None in tensors or one.tensor in tensors)} - wrong
+    right = {
+        one.case
+        for one in judgements
+        if one.status == "passed" and one.case and (None in tensors or one.tensor in tensors)
+    } - wrong
     lines = {line: case for line in sorted(wrong) if (case := _case(line))}
     failing, passing = list(lines.values()), [case for line in sorted(right) if (case := _case(line))]
     if len(failing) < FEWEST or not passing:
         return None
-    # A case that was made simpler and still fails has fewer properties, and the fault needs none that it lacks. A few
-    # may have a property in another form, such as memory that a way of calling slices.
-    simpler = [case for one in failures for line in simplest_lines(one.message) if (case := _case(line))]
-    candidates = [one for one in _candidates(failing) if _held(simpler, one.holds) >= HELD * len(simpler)]
+    candidates = list(_candidates(failing))
     chosen = _needed(_chosen(candidates, failing, passing), failing, passing)
     if not chosen:
         return None
@@ -90,7 +95,7 @@ def shared(judgements: Sequence[Judgement]) -> Shared | None:
     words = wording.listed(
         one.words + _next_size(one, rest, failing, passing) for one, rest in zip(chosen, rests, strict=True)
     )
-    return Shared(words, *counts, frozenset(line for line, case in lines.items() if case in held))
+    return Shared(words, *counts, frozenset(line for line, case in lines.items() if case in held), len(chosen))
 
 
 @dataclass(frozen=True)
@@ -160,11 +165,6 @@ def _evidence(failing: Sequence[Case], passing: Sequence[Case], holds: Holds) ->
     return math.log2(math.comb(wrong + right, outside)) - math.log2(ways)
 
 
-def simplest_lines(text: str) -> list[str]:
-    """The simpler cases that a failure names in its message: they fail, too."""
-    return re.findall(r"(?m)^the simplest case that fails: (.*?)(?:;|$)", text)
-
-
 class Needs(NamedTuple):
     """A failing case that was made as simple as possible, and the properties without each of which it passes, in words.
 
@@ -188,7 +188,12 @@ _WORDS = {
     "batch": "a batch of {}",
     "head dim": "a head dim of {}",
 }
-_RESTS = {"of 64": "that 64 divides", "of 16": "that 16 divides", "even": "that 2 divides", "odd": "that is odd"}
+_RESTS = {
+    "of 64": "that is a multiple of 64",
+    "of 16": "that is a multiple of 16",
+    "even": "that is a multiple of 2",
+    "odd": "that is odd",
+}
 _DIVISORS = {"of 64": 64, "of 16": 16, "even": 2}
 
 
@@ -222,8 +227,7 @@ def needs(judgements: Sequence[Judgement]) -> Needs | None:
     failures = [one for one in judgements if one.status == "failed" and one.case]
     found = [(case, words.split(", ")) for one in failures for case, words in _NEEDS.findall(one.message)]
     case, needed = min(found, key=lambda one: (len(one[1]), one[0]), default=("", []))
-    lines = {one.case for one in failures} | {line for one in failures for line in simplest_lines(one.message)}
-    failing = [parsed for line in sorted(lines) if (parsed := _case(line))]
+    failing = [parsed for line in sorted({one.case for one in failures}) if (parsed := _case(line))]
     if not 0 < len(needed) <= FEW or not failing:
         return None
     everywhere, here = list[str](), list[str]()
@@ -272,6 +276,10 @@ def _candidates(failing: Sequence[Case]) -> Iterator[Property]:
             yield _range(words.format(f"at least {least:,}"), size, least, math.inf)
         for most in {sizes[-1], sizes[-1 - few]}:
             yield _range(words.format(f"at most {most:,}"), size, 1, most)
+    spreads = sorted(map(_spread, failing))
+    for spread in {spreads[0], spreads[int((1.0 - HELD) * len(spreads))]}:
+        if spread >= SPREAD:
+            yield Property(f"scores that differ by about {spread:.2g} or more", _spreads_by(spread))
     for multiple in (8, 16, 64):
         yield Property(f"a head dim that is no multiple of {multiple}", _is_no_multiple(multiple))
     for words, size in (("queries", _queries), ("keys", _keys)):
@@ -282,7 +290,7 @@ def _candidates(failing: Sequence[Case]) -> Iterator[Property]:
             )
     for place, name in enumerate("qkv"):
         yield Property(f"the heads of {name} interleaved in memory", _is_interleaved(place))
-    yield Property("no gradient that is wanted", lambda case: not case.backward)
+    yield Property("no gradients", lambda case: not case.backward)
     yield Property("as many keys as queries", lambda case: case.keys == case.queries)
     yield Property("another number of keys than of queries", lambda case: case.keys != case.queries)
     for factor in FACTORS:
@@ -300,6 +308,19 @@ def _candidates(failing: Sequence[Case]) -> Iterator[Property]:
         for other in factor.levels:  # "float32 or float16" says more than "other than bfloat16"
             listed = wording.listed((level for level in factor.levels if level in found - {other}), "or")
             yield Property(f"dtype {listed}", _has("dtype", every - {other}))
+
+
+def _spread(case: Case) -> float:
+    """About how far the scores of a row differ: their standard deviation, or what raises a score above the others."""
+    scale = abs(case.scale) if case.scale is not None else 1.0 / math.sqrt(case.dim)
+    if case.family in ("uniform", "nokeys"):
+        return 0.0
+    usual = scale * math.sqrt(case.dim) * (4.0 if case.family == "sharp" else 1.0)
+    return max(usual, case.magnitude) if case.family in ("spike", "rising") else usual * case.magnitude
+
+
+def _spreads_by(least: float) -> Holds:
+    return lambda case: _spread(case) >= least
 
 
 def _range(words: str, size: Callable[[Case], int], least: float, most: float) -> Property:

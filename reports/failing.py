@@ -175,8 +175,8 @@ def ran(kernel: Kernel, evidence: Evidence) -> Ran:
         parts = []
         for dtype in sorted({j.judgement.dtype for j in kernel.judged if j.machine == machine} - {""}, key=dtype_order):
             own = [j.judgement for j in kernel.judged if (j.machine, j.judgement.dtype) == (machine, dtype)]
-            wrong = {one.case for one in own if one.status == "failed"}
-            parts.append(f"{len(wrong):,} of {len({one.case for one in own}):,} in {dtype}")
+            wrong = {one.case for one in own if one.status == "failed"} - {""}
+            parts.append(f"{len(wrong):,} of {len({one.case for one in own} - {''}):,} in {dtype}")
         if parts:
             told.append(f"{wording.listed(parts)} on {machine}")
     words = f"Cases that failed: {'; '.join(told)}."
@@ -231,12 +231,12 @@ def _told(judged: Judged, groups: dict[Kind, list[Judged]], kernel: Kernel, wher
 def in_common(kernel: Kernel, where: common.Shared | None) -> str:
     """What the failing cases have in common, in sentences. Empty if nothing is known.
 
-    What was tried, by leaving it out of a case, says more than what the cases happen to have.
+    What was tried, by leaving it out of a case, says more than as many properties that the cases happen to have.
     """
     needed = common.needs([judged.judgement for judged in failed(kernel)])
-    known = (*needed.everywhere, *needed.here) if needed else ()
-    is_new = where is not None and not any(one in where.words for one in known)
-    return " ".join(f"{said}." for said in (needed, where if is_new else None) if said)
+    is_richer = where is not None and (needed is None or where.count > len(needed.everywhere))
+    told = where if is_richer else needed
+    return f"{told}." if told else ""
 
 
 def _share(failures: Sequence[Judgement], where: common.Shared) -> float:

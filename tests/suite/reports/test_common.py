@@ -99,9 +99,10 @@ def test_a_property_that_only_repeats_the_draw_is_not_named() -> None:
     found = common.shared([*failing, *narrow, *wide])
     assert found is not None
     assert str(found) == (
-        "All 40 failing cases have a head dim of at least 256 (a case with 64 passes), but so do 2 of 102 "
-        "passing cases: this alone does not decide"
+        "All 40 failing cases have a head dim of at least 256 (a case with 64 passes), but so do 2 of 102 passing cases"
     )
+    refused = [judgement(case=f"b1 h1 q{n} k{n} d256 float32", status="refused") for n in range(500, 540)]
+    assert str(common.shared([*failing, *narrow, *wide, *refused])) == str(found)  # a refusal is no pass
     many = [judgement(case=f"b1 h1 q{n} k{n} d256 float32") for n in range(400, 440)]
     found = common.shared([*failing, *narrow, *many])
     assert found is not None
@@ -136,3 +137,18 @@ def test_a_property_that_another_one_makes_needless_goes() -> None:
 def test_what_is_no_case_is_left_out() -> None:
     """The search and other checks name no case."""
     assert common.shared([judgement(case="12 random cases", status="failed") for _ in range(9)]) is None
+
+
+def test_large_scores_are_named() -> None:
+    """By their magnitude and scale together, because neither alone says how far scores differ."""
+    factors = {"failed": ((16, 0.0625), (2, 0.5), (1, 2.0)), "passed": ((16, 0.0078125), (1, 0.0625), (0.25, 0.5))}
+    judgements = [
+        judgement(case=f"b1 h1 q{n} k{n} d64 float32 full normal x{magnitude} scale{scale}", status=status)
+        for status, every in factors.items()
+        for magnitude, scale in every
+        for n in range(100, 130)
+    ]
+    found = common.shared(judgements)
+    assert found is not None
+    assert found.words == "scores that differ by about 8 or more"
+    assert found.passing[0] == 0
