@@ -47,12 +47,13 @@ def answers(kernel: Kernel, where: common.Shared | None) -> Answers:
     assert gravest is not None
     seen = symptoms_of(kernel)
     known = cause(kernel)
-    more = [one.text for one in seen if not (one.is_place or (known and one.short and one.short in known))]
+    more = [one.text for one in seen if one.about == "what" and not (known and one.short and one.short in known)]
     what = [wording.sentence(one) for one in (known, *more) if one]
-    places = [wording.sentence(one.text) for one in seen if one.is_place]
+    places = [wording.sentence(one.text) for one in seen if one.about == "where"]
     bad = f"In the simplest failing case, {_how_bad(simplest.judgement)}."
     if size(simplest.rho) > 1 and gravest.telling_rho > size(simplest.rho):
         bad += f" In another case, {wording.reason(gravest.judgement)}."
+    bad = " ".join([bad, *(f"{wording.sentence(one.brief)}." for one in seen if one.about == "how bad")])
     shared = in_common(kernel, where)
     return Answers(
         _sentences(_what([judged.judgement for judged in failed(kernel)]) or wording.reason(simplest.judgement), *what),
@@ -82,6 +83,8 @@ def _what(failures: Sequence[Judgement]) -> str:
 def _how_bad(one: Judgement) -> str:
     """How far off the worst element of a failure is, beside what is allowed."""
     told = wording.instance(one)
+    if causes.is_bias(one):
+        return f"{told}. Each element is inside its bound, and their mean is not"
     if one.worst is None or told == wording.reason(one):
         return told
     error, bound = wording.sizes(one.worst)

@@ -6,10 +6,10 @@ the bits of errors may point to a cause. A sentence stands only where chance alo
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from statistics import median
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from flashproof.reports import wording
 from flashproof.reports.evidence import TENSORS, dtype_order, is_nearly_zero, size
@@ -29,11 +29,15 @@ AXES = (("key", ("dk", "dv"), 2), ("query", ("out", "lse", "dq"), 2), ("dim", ("
 
 
 class Symptom(NamedTuple):
-    """short: for a headline, or empty. text: a sentence without its end. is_place: whether it says where."""
+    """short: for a headline, or empty. text: a sentence without its end. about: what it answers.
+
+    brief: a shorter sentence for a page, if there is one.
+    """
 
     short: str
     text: str
-    is_place: bool = False
+    about: Literal["what", "where", "how bad"] = "what"
+    brief: str = ""
 
 
 def symptoms(judgements: Sequence[Judgement]) -> list[Symptom]:
@@ -77,7 +81,7 @@ def _miscounts(failed: Sequence[Judgement]) -> Iterator[Symptom]:
     told = [one.question.partition(", in ")[0] for one in failed if one.question.endswith((" times", " rows"))]
     words, count = Counter(told).most_common(1)[0] if told else ("", 0)
     if count >= FEWEST:
-        yield Symptom(words, f"{words}: {count:,} failures were explained in this way")
+        yield Symptom(words, f"{words}, in {count:,} failures that were explained")
 
 
 def bits(number: float) -> int:
@@ -173,14 +177,22 @@ def _sizes(judgements: Sequence[Judgement], failed: Sequence[Judgement]) -> Iter
             short = f"errors of the size of roundings to {coarser}"
             yield Symptom(short, f"{about}: {', '.join(told)}; {said}. Roundings to {coarser} have this size")
         else:
-            yield Symptom(f"typical errors: {', '.join(told)}, {said}", f"{about}: {', '.join(told)}; {said}")
+            short = f"typical errors: {', '.join(told)}, {said}"
+            yield Symptom(short, f"{about}: {', '.join(told)}; {said}", "how bad", _typical(usual))
         return
     parts = [
         f"in {dtype} "
         + ", ".join(f"{wording.TITLES[name]} {_percent(each[dtype])}" for name, each in usual.items() if dtype in each)
         for dtype in dtypes
     ]
-    yield Symptom("", f"{about}: {'; '.join(parts)}")
+    yield Symptom("", f"{about}: {'; '.join(parts)}", "how bad", _typical(usual))
+
+
+def _typical(usual: Mapping[str, Mapping[str, float]]) -> str:
+    """The smallest and the largest typical error, in a sentence without its end."""
+    shares = [share for each in usual.values() for share in each.values()]
+    few, many = _percent(min(shares)), _percent(max(shares))
+    return f"typical errors are {few if few == many else f'{few} to {many}'} of the largest number of a tensor"
 
 
 def _holding(judgements: Sequence[Judgement], failed: Sequence[Judgement], dtypes: Sequence[str]) -> str:
@@ -206,7 +218,7 @@ def _only(judgements: Sequence[Judgement], failed: Sequence[Judgement]) -> Itera
         return
     short = f"only {_names([*wrong])} {'fail' if len(wrong) > 1 else 'fails'}"
     are = "are" if len(holding) > 1 else "is"
-    yield Symptom(short, f"{short}: {_names([*holding])} {are} right in the same cases ({count:,} were judged)")
+    yield Symptom(short, f"{short}: {_names([*holding])} {are} right in the same cases")
 
 
 def _one_way(judgements: Sequence[Judgement], failed: Sequence[Judgement]) -> Iterator[Symptom]:
@@ -218,7 +230,7 @@ def _one_way(judgements: Sequence[Judgement], failed: Sequence[Judgement]) -> It
         yield Symptom(
             f"only the check {check} fails",
             f"only the check {check} fails: the same tensors in the same dtypes hold in {len(others):,} other cases",
-            is_place=True,
+            about="where",
         )
 
 
@@ -254,7 +266,7 @@ def _starts(failed: Sequence[Judgement]) -> Iterator[Symptom]:
             f"{names} {are} wrong from {at} on",
             f"{names} {are} right before and wrong from {at} on: so it is in the parts of all {len(firsts):,} failing "
             "judgements",
-            is_place=True,
+            about="where",
         )
 
 
@@ -278,7 +290,7 @@ def _stretches(failed: Sequence[Judgement]) -> Iterator[Symptom]:
             f"the worst elements of {names} lie at {to if low == high else f'{axis}s {low:,} to {high:,}'}",
             f"the worst {element} of {names} {'lie' if element == 'elements' else 'lies'} at {to} in {inside:,} of "
             f"{len(at):,} failing judgements",
-            is_place=True,
+            about="where",
         )
 
 
