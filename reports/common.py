@@ -291,6 +291,7 @@ def _candidates(failing: Sequence[Case]) -> Iterator[Property]:
     for place, name in enumerate("qkv"):
         yield Property(f"the heads of {name} interleaved in memory", _is_interleaved(place))
     yield Property("no gradients", lambda case: not case.backward)
+    yield Property("gradients turned off", lambda case: not case.backward and case.call != "forward")
     yield Property("as many keys as queries", lambda case: case.keys == case.queries)
     yield Property("another number of keys than of queries", lambda case: case.keys != case.queries)
     for factor in FACTORS:

@@ -40,15 +40,18 @@ class Answers(NamedTuple):
     command: str  # repeats the simplest failing case
 
 
-def answers(kernel: Kernel, where: common.Shared | None) -> Answers:
-    """What is wrong with an implementation that fails, where, how bad it is, and how to repeat it."""
+def answers(kernel: Kernel, where: common.Shared | None, told: str = "") -> Answers:
+    """What is wrong with an implementation that fails, where, how bad it is, and how to repeat it.
+
+    told: what the headline above has said, which is not repeated.
+    """
     simplest, gravest = overview.simplest_failure(kernel), overview.worst_failure(kernel)
     assert simplest is not None, "only an implementation that fails is asked about"
     assert gravest is not None
     seen = symptoms_of(kernel)
     known = cause(kernel)
-    more = [one.text for one in seen if one.about == "what" and not (known and one.short and one.short in known)]
-    what = [wording.sentence(one) for one in (known, *more) if one]
+    more = [one.text for one in seen if one.about == "what" and not (one.short and one.short in f"{known} {told}")]
+    what = [wording.sentence(one) for one in (known, *more) if one and one not in told]
     places = [wording.sentence(one.text) for one in seen if one.about == "where"]
     bad = f"In the simplest failing case, {_how_bad(simplest.judgement)}."
     if size(simplest.rho) > 1 and gravest.telling_rho > size(simplest.rho):
@@ -104,6 +107,11 @@ def symptoms_of(kernel: Kernel) -> list[symptoms.Symptom]:
 def cause(kernel: Kernel) -> str:
     """The cause of the failures, as the page tells it (`causes.headline`). Empty if none is known."""
     return causes.headline([judged.judgement for judged in failed(kernel)])
+
+
+def said(kernel: Kernel) -> str:
+    """What a headline says of the failures: their cause, or else what the records show of them."""
+    return cause(kernel) or symptoms.headline(symptoms_of(kernel))
 
 
 def failed(kernel: Kernel) -> list[Judged]:

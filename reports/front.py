@@ -23,7 +23,7 @@ def values(
     shared: what the failing cases of an implementation have in common.
     """
     shown, worst = overview.columns(overview.layers(evidence)), overview.worst(evidence)
-    where = (shared or {}).get(worst.name) if worst else None
+    where, of_several = (shared or {}).get(worst.name) if worst else None, len(shared or {}) > 1
     suite = mutants.scores(evidence.mutation, mutants.rows(evidence.mutation))[0] if evidence.mutation else None
     series: defaultdict[str, list[tables.Series]] = defaultdict(list)
     for curve, machine in evidence.curves:
@@ -39,8 +39,8 @@ def values(
         "verdict": overview.verdict(evidence),
         "marks": MARKS,
         "words": WORDS,
-        "of_several": wording.short_name(worst.name) if worst and len(shared or {}) > 1 else "",
-        "answered": failing.answers(worst, where) if worst else None,
+        "of_several": wording.short_name(worst.name) if worst and of_several else "",
+        "answered": failing.answers(worst, where, "" if of_several else failing.said(worst)) if worst else None,
         "ran": failing.ran(worst, evidence).words if worst else "",
         "machines": machines,
         "date": dates[-1] if dates else "",

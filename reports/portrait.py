@@ -20,7 +20,6 @@ from flashproof.reports import (
     front,
     glossary,
     overview,
-    symptoms,
     tables,
     throughput,
     wording,
@@ -82,7 +81,7 @@ def values(
         "several": len(kernel.machines) > 1,
         "verdict": tables.verdict(kernel),
         "sentence": _sentence(kernel),
-        "answered": failing.answers(kernel, where) if first else None,
+        "answered": failing.answers(kernel, where, failing.said(kernel)) if first else None,
         "first": first,
         "ran": failing.ran(kernel, evidence) if first else None,
         "next": failed[:NEXT],
@@ -164,7 +163,7 @@ def _sentence(kernel: Kernel) -> str:
     on = wording.listed(str(machine) for machine in kernel.machines if machine.name)
     if whole.state == "failed":
         failed = [judged.judgement for judged in failing.failed(kernel)]
-        said = failing.cause(kernel) or symptoms.headline(failing.symptoms_of(kernel))
+        said = failing.said(kernel)
         cause = f": {said}" if said else ""
         return f"Fails {wording.failed_checks(failed)}{overview.of_cases(kernel)}{cause}."
     if whole.state == "known defect":

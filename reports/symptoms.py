@@ -23,6 +23,7 @@ SHORT = 3  # bits by which the length of an axis exceeds that of a stretch, on a
 MOST = 0.7  # the share of the failing judgements whose worst element lies in a stretch that is named
 ALIKE = 0.9  # the share of the failing judgements in which a tensor is too large by about the same factor
 SAME = 4.0  # errors of several dtypes are alike if the largest median is at most so many times the smallest
+LONG = 60  # letters of a symptom that stands alone in a headline
 RARE = 0.02  # a dtype with at most this share of the failures counts as right
 ONE_KEY = "the query sees one key"  # the note of `judging.describe` on such a row
 AXES = (("key", ("dk", "dv"), 2), ("query", ("out", "lse", "dq"), 2), ("dim", ("out", "dq", "dk", "dv"), 3))
@@ -56,8 +57,9 @@ def symptoms(judgements: Sequence[Judgement]) -> list[Symptom]:
 
 
 def headline(found: Sequence[Symptom]) -> str:
-    """The first symptoms in a few words. Empty if there are none."""
-    return ", and ".join([one.short for one in found if one.short][:2])
+    """The first symptoms in a few words: two of them, or one if it is long. Empty if there are none."""
+    told = [one.short for one in found if one.short]
+    return ", and ".join(told[: 1 if told and len(told[0]) > LONG else 2])
 
 
 def _names(tensors: Sequence[str]) -> str:
