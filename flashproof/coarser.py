@@ -1,7 +1,7 @@
 """Finds the coarser arithmetic whose errors a wrong answer has.
 
-It may be TF32, products in 16 bit, weights that are rounded, running sums in 16 bit, or gradients of each query head
-that are rounded before they are summed.
+It may be TF32, products in 16 bit, weights that are rounded or cut off, running sums in 16 bit, or gradients of each
+query head that are rounded before they are summed.
 
 The attention of one key head is computed in the coarser arithmetic, forward and backward. Most of its errors are those
 of the wrong answer if the kernel does the same. An error of another origin is not explained by chance: the computed
@@ -248,18 +248,22 @@ def _to_bfloat16(tensor: Tensor) -> Tensor:
 
 def _to_tf32(tensor: Tensor) -> Tensor:
     """Rounds float32 numbers to nearest in TF32, as PyTorch's kernels do."""
-    return _truncated_to_tf32(tensor, 1 << (_TF32_LOST - 1))
+    return _truncated(tensor, _TF32_LOST, more=1 << (_TF32_LOST - 1))
 
 
-def _truncated_to_tf32(tensor: Tensor, more: int = 0) -> Tensor:
+def _truncated_to_tf32(tensor: Tensor) -> Tensor:
     """Drops the bits of float32 numbers that TF32 does not have, as a tensor core does by itself."""
-    bits = tensor.contiguous().view(torch.int32)
-    return ((bits + more) & -(1 << _TF32_LOST)).view(torch.float32)
+    return _truncated(tensor, _TF32_LOST)
 
 
-def _cut_to(bits: int) -> Rounding:
-    """Drops the last bits of float32 numbers."""
-    return lambda tensor: (tensor.contiguous().view(torch.int32) & -(1 << bits)).view(torch.float32)
+def _truncated_to_bfloat16(tensor: Tensor) -> Tensor:
+    return _truncated(tensor, 16)
 
 
-_CUTS: dict[torch.dtype, Rounding] = {torch.float16: _cut_to(13), torch.bfloat16: _cut_to(16)}
+def _truncated(tensor: Tensor, lost: int, more: int = 0) -> Tensor:
+    """Drops the last bits of float32 numbers. more: what is added to the bits before."""
+    return ((tensor.contiguous().view(torch.int32) + more) & -(1 << lost)).view(torch.float32)
+
+
+# float16 has as many significant bits as TF32.
+_CUTS: dict[torch.dtype, Rounding] = {torch.float16: _truncated_to_tf32, torch.bfloat16: _truncated_to_bfloat16}

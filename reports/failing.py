@@ -59,7 +59,9 @@ def answers(kernel: Kernel, where: common.Shared | None, told: str = "") -> Answ
     bad = " ".join([bad, *(f"{wording.sentence(one.brief)}." for one in seen if one.about == "how bad")])
     shared = in_common(kernel, where)
     return Answers(
-        _sentences(_what([judged.judgement for judged in failed(kernel)]) or wording.reason(simplest.judgement), *what),
+        _sentences(
+            _what([judged.judgement for judged in overview.failed(kernel)]) or wording.reason(simplest.judgement), *what
+        ),
         " ".join(one for one in (_sentences(*places), shared) if one) or f"It fails{overview.of_cases(kernel)}.",
         bad,
         wording.repeat_line(simplest.judgement),
@@ -106,23 +108,16 @@ def symptoms_of(kernel: Kernel) -> list[symptoms.Symptom]:
 
 def cause(kernel: Kernel) -> str:
     """The cause of the failures, as the page tells it (`causes.headline`). Empty if none is known."""
-    return causes.headline([judged.judgement for judged in failed(kernel)])
-
-
-def said(kernel: Kernel) -> str:
-    """What a headline says of the failures: their cause, or else what the records show of them."""
-    return cause(kernel) or symptoms.headline(symptoms_of(kernel))
-
-
-def failed(kernel: Kernel) -> list[Judged]:
-    """The failures, those that tell most first (`overview.gravity`)."""
-    every = [judged for judged in kernel.judged if judged.judgement.status == "failed"]
-    return sorted(every, key=overview.gravity, reverse=True)
+    return causes.headline([judged.judgement for judged in overview.failed(kernel)])
 
 
 def first(kernel: Kernel, where: common.Shared | None) -> First:
     """The simplest failure (`overview.simplest_failure`), which the sentence at the top tells, and the worst one."""
-    every, gravest, simplest = failed(kernel), overview.worst_failure(kernel), overview.simplest_failure(kernel)
+    every, gravest, simplest = (
+        overview.failed(kernel),
+        overview.worst_failure(kernel),
+        overview.simplest_failure(kernel),
+    )
     assert gravest is not None, "only the page of an implementation that fails asks"
     assert simplest is not None
     groups = _groups(every)
@@ -244,7 +239,7 @@ def in_common(kernel: Kernel, where: common.Shared | None) -> str:
 
     What was tried, by leaving it out of a case, says more than as many properties that the cases happen to have.
     """
-    needed = common.needs([judged.judgement for judged in failed(kernel)])
+    needed = common.needs([judged.judgement for judged in overview.failed(kernel)])
     is_richer = where is not None and (needed is None or where.count > len(needed.everywhere))
     told = where if is_richer else needed
     return f"{told}." if told else ""
@@ -258,7 +253,7 @@ def _share(failures: Sequence[Judgement], where: common.Shared) -> float:
 
 def of_charts(kernel: Kernel, drawn: set[str]) -> str:
     """Says how many failing cases the charts show. Empty if they show all. drawn: the cases of the points that fail."""
-    cases = {judged.judgement.case for judged in failed(kernel)}
+    cases = {judged.judgement.case for judged in overview.failed(kernel)}
     if cases <= drawn:
         return ""
     shown = len(cases & drawn)

@@ -40,7 +40,7 @@ def values(
         "marks": MARKS,
         "words": WORDS,
         "of_several": wording.short_name(worst.name) if worst and of_several else "",
-        "answered": failing.answers(worst, where, "" if of_several else failing.said(worst)) if worst else None,
+        "answered": failing.answers(worst, where, "" if of_several else overview.said(worst)) if worst else None,
         "ran": failing.ran(worst, evidence).words if worst else "",
         "machines": machines,
         "date": dates[-1] if dates else "",

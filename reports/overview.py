@@ -346,6 +346,18 @@ def simplest_failure(kernel: Kernel) -> Judged | None:
     return min(pool, key=order, default=None)
 
 
+def failed(kernel: Kernel) -> list[Judged]:
+    """The failures of an implementation, those that tell most first (`gravity`)."""
+    every = [judged for judged in kernel.judged if judged.judgement.status == "failed"]
+    return sorted(every, key=gravity, reverse=True)
+
+
+def said(kernel: Kernel) -> str:
+    """What a headline says of the failures: their cause, or else what the records show of them. Empty if nothing."""
+    cause = causes.headline([judged.judgement for judged in failed(kernel)])
+    return cause or symptoms.headline(symptoms.symptoms([judged.judgement for judged in kernel.judged]))
+
+
 def of_cases(kernel: Kernel) -> str:
     """In how many of the cases it fails: " in 417 of 1,685 cases". Empty if no failure has a case."""
     cases = {judged.judgement.case for judged in kernel.judged if judged.judgement.case}
@@ -388,11 +400,8 @@ def _failing(evidence: Evidence) -> str:
     if count > 1:
         reason = wording.instance(judged.judgement)
         return f"{count} fail; the name of each in the table opens its failures. The worst is {who}: {reason}."
-    failed = [one.judgement for one in kernel.judged if one.judgement.status == "failed"]
-    if said := causes.headline(failed) or symptoms.headline(
-        symptoms.symptoms([one.judgement for one in kernel.judged])
-    ):
-        return f"{who} fails{of_cases(kernel)}: {said}."
+    if told := said(kernel):
+        return f"{who} fails{of_cases(kernel)}: {told}."
     where = "; in the simplest one, " if len(_wrong_cases(kernel)) > 1 else ": "
     return f"{who} fails{of_cases(kernel)}{where}{wording.instance((simplest_failure(kernel) or judged).judgement)}."
 

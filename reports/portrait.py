@@ -81,7 +81,7 @@ def values(
         "several": len(kernel.machines) > 1,
         "verdict": tables.verdict(kernel),
         "sentence": _sentence(kernel),
-        "answered": failing.answers(kernel, where, failing.said(kernel)) if first else None,
+        "answered": failing.answers(kernel, where, overview.said(kernel)) if first else None,
         "first": first,
         "ran": failing.ran(kernel, evidence) if first else None,
         "next": failed[:NEXT],
@@ -162,8 +162,8 @@ def _sentence(kernel: Kernel) -> str:
     whole, narrowed = tables.verdict(kernel), overview.not_whole(kernel)
     on = wording.listed(str(machine) for machine in kernel.machines if machine.name)
     if whole.state == "failed":
-        failed = [judged.judgement for judged in failing.failed(kernel)]
-        said = failing.said(kernel)
+        failed = [judged.judgement for judged in overview.failed(kernel)]
+        said = overview.said(kernel)
         cause = f": {said}" if said else ""
         return f"Fails {wording.failed_checks(failed)}{overview.of_cases(kernel)}{cause}."
     if whole.state == "known defect":
