@@ -210,7 +210,7 @@ def _holding(judgements: Sequence[Judgement], failed: Sequence[Judgement], dtype
 
 
 def _only(judgements: Sequence[Judgement], failed: Sequence[Judgement]) -> Iterator[Symptom]:
-    """Tensors that hold in the cases in which others fail."""
+    """Tensors that hold in the cases in which others fail. A case need not judge every tensor."""
     wrong = {one.tensor or "" for one in failed}
     cases = {one.case for one in failed}
     others = [one for one in judgements if one.status == "passed" and one.tensor and one.case in cases]
@@ -219,8 +219,8 @@ def _only(judgements: Sequence[Judgement], failed: Sequence[Judgement]) -> Itera
     if not wrong or not holding or count < FEWEST:
         return
     short = f"only {_names([*wrong])} {'fail' if len(wrong) > 1 else 'fails'}"
-    are = "are" if len(holding) > 1 else "is"
-    yield Symptom(short, f"{short}: {_names([*holding])} {are} right in the same cases")
+    are, them = ("are", "them") if len(holding) > 1 else ("is", "it")
+    yield Symptom(short, f"{short}: {_names([*holding])} {are} right in every failing case that judges {them}")
 
 
 def _one_way(judgements: Sequence[Judgement], failed: Sequence[Judgement]) -> Iterator[Symptom]:

@@ -116,7 +116,7 @@ def test_tensors_that_hold_in_the_failing_cases_are_named() -> None:
     right = [judgement(tensor=tensor, case=one.case) for one in wrong for tensor in ("dq", "dk")]
     (found,) = symptoms.symptoms([*wrong, *right])
     assert found.short == "only out fails"
-    assert found.text == "only out fails: dQ and dK are right in the same cases"
+    assert found.text == "only out fails: dQ and dK are right in every failing case that judges them"
     assert symptoms.symptoms([*wrong, *(judgement(tensor="dq", case="another") for _ in right)]) == []
 
 
