@@ -216,6 +216,12 @@ def item(text: str) -> str:
     return "\n".join(lines).replace("\0", " ") + "\n"
 
 
+# The sets of checks that were asked for combination mutants (`record.Combined`).
+SUITES = {
+    "before": "a default run when its cases were lists by hand",
+    "default": "a default run",
+    "thorough": "a run with --thorough",
+}
 TITLES = {"out": "out", "lse": "LSE", "dq": "dQ", "dk": "dK", "dv": "dV"}
 
 

@@ -10,7 +10,7 @@ from flashproof.registry import Check, checks
 from flashproof.reports import mutants
 from flashproof.reports.evidence import gather
 from flashproof.reports.record import LAYERS, Combined, read
-from flashproof.reports.wording import item
+from flashproof.reports.wording import SUITES, item
 from flashproof.space import COMMON, FACTORS, MODELS, space_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -57,6 +57,8 @@ A combination mutant is a right kernel that is wrong only where two or three pro
 size. It is wrong in one tensor, by 1 % of every number, by a few bits, in its last row or in one head. Its condition is
 drawn at random and not from the array.
 `python -m flashproof.tests.suite.mutants.combinations --thorough` draws new ones.
+
+The table says how many of the same mutants each set of checks rejects. The lists by hand are those of commit 42d61d8.
 
 | checks | two properties meet | three properties meet | a size is beyond a limit |
 | --- | --- | --- | --- |
@@ -128,10 +130,12 @@ def _combined() -> str:
         return ""
     records = [record for record in read(COMBINATIONS) if isinstance(record, Combined)]
     lines = [COMBINED]
-    for suite in dict.fromkeys(record.suite for record in records):
+    for suite, said in SUITES.items():
         of_kind = {record.kind: record for record in records if record.suite == suite and record.kind}
+        if not of_kind:
+            continue
         cells = [f"{of_kind[kind].rejected} of {of_kind[kind].tried}" for kind in ("pairs", "triples", "thresholds")]
-        lines.append(f"| {suite} | {' | '.join(cells)} |\n")
+        lines.append(f"| {said} | {' | '.join(cells)} |\n")
     return "".join(lines)
 
 
