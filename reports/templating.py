@@ -76,5 +76,10 @@ def _templates() -> jinja2.Environment:
         "linked": linked,
         "plain": plain,
     }
-    environment.globals |= {"generator": GENERATOR, "titles": wording.TITLES, "suites": wording.SUITES, "states": tables.STATES}
+    environment.globals |= {
+        "generator": GENERATOR,
+        "titles": wording.TITLES,
+        "suites": wording.SUITES,
+        "states": tables.STATES,
+    }
     return environment
