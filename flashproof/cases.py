@@ -19,7 +19,9 @@ Douts = Literal["normal", "positive", "onehot", "somerows", "small", "large", "z
 Layout = Literal[
     "contiguous", "transposed", "length-first", "columns", "cropped", "sliced", "wider", "expanded", "pooled", "summed"
 ]
-Sharing = Literal["apart", "dense", "one-kv", "one-qkv", "packed", "packed-heads", "packed-kv", "packed-kv-heads"]
+Sharing = Literal[
+    "apart", "dense", "one-kv", "one-qkv", "packed", "packed-heads", "packed-kv", "packed-kv-heads", "stacked-kv"
+]
 Number = Literal["float", "int", "numpy"]
 Call = Literal[
     "plain",
@@ -95,6 +97,7 @@ SHARINGS: dict[Sharing, str] = {
     "packed-heads": "query, key and value are beside one another in each head, [batch, length, heads, 3, dim]",
     "packed-kv": "key and value are columns of one projection, [batch, length, 2, heads, dim]",
     "packed-kv-heads": "key and value are beside one another in each head, [batch, length, heads, 2, dim]",
+    "stacked-kv": "key and value are the halves of one buffer, [2, batch, heads, length, dim]",
 }
 CALLS: dict[Call, str] = {
     "plain": "forward, then backward",
@@ -108,7 +111,7 @@ CALLS: dict[Call, str] = {
     "after-another": "after a call with other options",
     "renewed": "after one or four calls with other values in the same tensors; the first of four has no gradients",
     "readdressed": "the same, but with other tensors at the same addresses",
-    "grown": "under torch.no_grad, after a call or a prompt with all keys but the last, as with a cache that grows",
+    "grown": "under torch.no_grad, after a call or a prompt without the last keys, as with a cache that grows",
     "checkpointed": "under torch.utils.checkpoint",
     "compiled": "under torch.compile",
     "thread": "in another thread",
@@ -158,6 +161,7 @@ SHARED = {
     "one-kv": "kv",
     "packed-kv": "kv",
     "packed-kv-heads": "kv",
+    "stacked-kv": "kv",
     "one-qkv": "qkv",
     "packed": "qkv",
     "packed-heads": "qkv",
@@ -394,6 +398,10 @@ def not_claimed(case: Case, supports: Supports) -> str | None:
         (case.scale is None or case.scale > 0 or supports.scale == "finite", "scale that is zero or negative"),
         (not case.dropout or supports.dropout, "dropout"),
         (not strided or supports.strided, f"{strided} inputs"),
-        (not (any(case.offsets) or (packed and case.dim % 8)) or supports.unaligned, "tensors that begin anywhere"),
+        (
+            not (any(case.offsets) or ((packed or case.sharing == "stacked-kv") and case.dim % 8))
+            or supports.unaligned,
+            "tensors that begin anywhere",
+        ),
     )
     return next((feature for covered, feature in rules if not covered), None)

@@ -93,6 +93,8 @@ def inputs(case: Case, device: str | torch.device = "cpu", outside: float = math
             key, value = memory.packed(numbers[1:3])
         case "packed-kv-heads":
             key, value = memory.packed_in_heads(numbers[1:3])
+        case "stacked-kv":
+            key, value = memory.stacked(numbers[1:3])
     return Inputs(query, key, value, dout, block_mask(case, device))
 
 
@@ -322,6 +324,11 @@ class Memory:
         buffer = self._guarded(tensors[0], (batch, length, sum(heads), dim))
         views = [part.transpose(1, 2) for part in torch.split(buffer, heads, dim=2)]
         return [view.copy_(tensor) for view, tensor in zip(views, tensors, strict=True)]
+
+    def stacked(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+        """Tensors of one shape, one after another in one buffer: [tensors, batch, heads, length, dim]."""
+        buffer = self._guarded(tensors[0], (len(tensors), *tensors[0].shape))
+        return [view.copy_(tensor) for view, tensor in zip(buffer, tensors, strict=True)]
 
     def packed_in_heads(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
         """Tensors beside one another in each head: [batch, length, heads, tensors, dim]."""

@@ -83,6 +83,7 @@ LOOP_THREADS = 6, 8  # more than a case may have heads; one of them is a power o
 CALLS_BEFORE = 4  # calls that fill the same tensors, if calls are fast; graphs are captured after the third call
 FEW_QUERIES = 15  # generation has one query, or a few that were guessed
 LONGEST_PROMPT = 64
+STEPS = 1, 1, 5  # how many keys a cache grows by
 LARGEST_BATCH = 8  # a batch of up to this size is also called with one more entry
 
 # ------------------------------------------------------------------------------------------------ one forward each
@@ -332,18 +333,19 @@ def _fill(given: Inputs, fresh: Inputs) -> None:
 
 
 def _grown(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
-    """Calls as in generation: the second call has one more key than the first, in the same memory.
+    """Calls as in generation: the second call has more keys than the first, in the same memory.
 
     In every second case, the first call is of another sequence, so an answer from remembered keys is wrong. In the
-    others, the sequence keeps its keys, and a third call has one key fewer again, as after a rejected guess. Before a
-    call with few queries, the first call may be a prompt, which has many.
+    others, the sequence keeps its keys, and a third call has as few keys as the first, as after a rejected guess.
+    Before a call with few queries, the first call may be a prompt, which has many.
     """
 
     def answer(one: Case, tensors: Inputs) -> Answer:
         return forward(implementation, one, tensors, wanted=(), run=within(torch.no_grad), observer=observer).answer()
 
     other = replace(case, seed=case.seed + FORMS)
-    fewer = replace(other, keys=case.keys - 1, sharing="apart")
+    step = min(STEPS[case.seed // 4 % len(STEPS)], case.keys - 1)
+    fewer = replace(other, keys=case.keys - step, sharing="apart")
     follows_a_prompt = case.seed % 2 and case.queries <= FEW_QUERIES and case.blocks is None
     if follows_a_prompt and implementation.supports.cross_lengths:
         fewer = replace(fewer, queries=min(fewer.keys, LONGEST_PROMPT))
@@ -351,7 +353,7 @@ def _grown(implementation: Implementation, case: Case, device: str, observer: Ob
     def shortened(tensors: Inputs, queries: Inputs) -> Inputs:
         blocks = tensors.block_mask
         blocks = blocks if blocks is None else blocks[..., : math.ceil(fewer.keys / BLOCK)]
-        return replace(queries, key=tensors.key[:, :, :-1], value=tensors.value[:, :, :-1], block_mask=blocks)
+        return replace(queries, key=tensors.key[:, :, :-step], value=tensors.value[:, :, :-step], block_mask=blocks)
 
     keeps_keys = case.seed // 2 % 2 == 1
     given = inputs(case if keeps_keys else other, device)
@@ -362,10 +364,10 @@ def _grown(implementation: Implementation, case: Case, device: str, observer: Ob
     third = answer(fewer, shortened(given, of_prompt)) if keeps_keys else None
     rest = inputs(case if keeps_keys else other, device)
     before = shortened(rest, rest if of_prompt is given else inputs(fewer, device))
-    yield Computed(first, fewer, before, "before a call with one more key")
-    yield Computed(second, case, note="after a call with one key fewer")
+    yield Computed(first, fewer, before, "before a call with more keys")
+    yield Computed(second, case, note="after a call with fewer keys")
     if third is not None:
-        yield Computed(third, fewer, before, "after a call with one more key of the same sequence")
+        yield Computed(third, fewer, before, "after a call with more keys of the same sequence")
 
 
 def _accumulated(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:

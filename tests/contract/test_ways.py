@@ -69,7 +69,7 @@ def test_readdressed(subject: Subject) -> None:
 
 @check("contract", call="grown")
 def test_grown(subject: Subject) -> None:
-    """After a call with one key fewer in the same memory, output and LSE are inside the bound, as a cache grows."""
+    """After a call with fewer keys in the same memory, output and LSE are inside the bound, as a cache grows."""
     _judge_all(subject)
 
 
