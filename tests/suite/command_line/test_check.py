@@ -71,8 +71,9 @@ def seal_again(path: Path) -> None:
 
 
 def is_certified(record: Fields) -> bool:
-    """A certified figure with an error, of an output."""
+    """A certified figure with an error and a statistical rho, of an output."""
     figures = record.get("certainty") == "certified" and record["tensor"] == "out" and float(record["rho"]) > 0.0
+    figures = figures and record["rho_statistical"] is not None
     return figures and record["worst"]["got"] not in (0.0, record["worst"]["exact"])
 
 
