@@ -382,6 +382,7 @@ def not_claimed(case: Case, supports: Supports) -> str | None:
     """The feature of a case that a claim does not cover, or None if the claim covers the case."""
     packed = case.sharing == "dense" or case.sharing.startswith("packed")
     strided = next((layout for layout in case.layouts if layout != "contiguous"), case.sharing if packed else "")
+    anywhere = any(case.offsets) or ((packed or case.sharing == "stacked-kv") and case.dim % 8 > 0)
     rules = (
         (case.dtype in supports.dtypes, f"dtype {case.dtype}"),
         (
@@ -398,10 +399,6 @@ def not_claimed(case: Case, supports: Supports) -> str | None:
         (case.scale is None or case.scale > 0 or supports.scale == "finite", "scale that is zero or negative"),
         (not case.dropout or supports.dropout, "dropout"),
         (not strided or supports.strided, f"{strided} inputs"),
-        (
-            not (any(case.offsets) or ((packed or case.sharing == "stacked-kv") and case.dim % 8))
-            or supports.unaligned,
-            "tensors that begin anywhere",
-        ),
+        (not anywhere or supports.unaligned, "tensors that begin anywhere"),
     )
     return next((feature for covered, feature in rules if not covered), None)

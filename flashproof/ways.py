@@ -83,7 +83,7 @@ LOOP_THREADS = 6, 8  # more than a case may have heads; one of them is a power o
 CALLS_BEFORE = 4  # calls that fill the same tensors, if calls are fast; graphs are captured after the third call
 FEW_QUERIES = 15  # generation has one query, or a few that were guessed
 LONGEST_PROMPT = 64
-STEPS = 1, 1, 5  # how many keys a cache grows by
+GROWTH = 1, 1, 5  # how many keys are added to a cache between two calls
 LARGEST_BATCH = 8  # a batch of up to this size is also called with one more entry
 
 # ------------------------------------------------------------------------------------------------ one forward each
@@ -344,8 +344,8 @@ def _grown(implementation: Implementation, case: Case, device: str, observer: Ob
         return forward(implementation, one, tensors, wanted=(), run=within(torch.no_grad), observer=observer).answer()
 
     other = replace(case, seed=case.seed + FORMS)
-    step = min(STEPS[case.seed // 4 % len(STEPS)], case.keys - 1)
-    fewer = replace(other, keys=case.keys - step, sharing="apart")
+    added = min(GROWTH[case.seed // 4 % len(GROWTH)], case.keys - 1)
+    fewer = replace(other, keys=case.keys - added, sharing="apart")
     follows_a_prompt = case.seed % 2 and case.queries <= FEW_QUERIES and case.blocks is None
     if follows_a_prompt and implementation.supports.cross_lengths:
         fewer = replace(fewer, queries=min(fewer.keys, LONGEST_PROMPT))
@@ -353,7 +353,7 @@ def _grown(implementation: Implementation, case: Case, device: str, observer: Ob
     def shortened(tensors: Inputs, queries: Inputs) -> Inputs:
         blocks = tensors.block_mask
         blocks = blocks if blocks is None else blocks[..., : math.ceil(fewer.keys / BLOCK)]
-        return replace(queries, key=tensors.key[:, :, :-step], value=tensors.value[:, :, :-step], block_mask=blocks)
+        return replace(queries, key=tensors.key[:, :, :-added], value=tensors.value[:, :, :-added], block_mask=blocks)
 
     keeps_keys = case.seed // 2 % 2 == 1
     given = inputs(case if keeps_keys else other, device)
