@@ -50,8 +50,9 @@ Wanted = Literal["all", "none", "dq", "dk", "dv", "dq-dk", "dq-dv", "dk-dv"]
 
 FAMILIES: dict[Family, str] = {
     "normal": "standard normal entries",
-    "outliers": "standard normal, and one entry in a thousand ten times larger (FlashAttention-3, section 4.3)",
-    "sharp": "queries four times larger: a few keys have most of the weight of each row",
+    "outliers": "standard normal, and one entry in a thousand ten times larger (FlashAttention-3, section 4.3); "
+    "for odd seeds, some channels of each key head have a constant of their own",
+    "sharp": "queries four times larger, for odd seeds not those of the first head: few keys have most of the weight",
     "spike": "the score of one key is raised by the magnitude",
     "rising": "scores rise from the first key to the last, by the magnitude",
     "ties": "every key occurs four times: tied maxima",
@@ -71,7 +72,8 @@ DOUTS: dict[Douts, str] = {
     "normal": "standard normal output gradients",
     "positive": "output gradients of one sign",
     "onehot": "one entry of each row of the output gradient is 1, and the others are 0",
-    "somerows": "the output gradient is zero in every second group of 16 rows, or in the first half of the rows",
+    "somerows": "the output gradient is zero in every second group of 16 rows, or in the rows of a prompt: the first "
+    "half in the first sequence, and fewer in each later one",
     "small": "output gradients so small that many are subnormal in float16",
     "large": "output gradients 256 times larger, as with a scaled loss",
     "zero": "output gradients of zero",

@@ -275,7 +275,7 @@ class Session:
         # dtypes an implementation has, the more cases each dtype has.
         slow = target.implementation.slow(target.device) if target.implementation else None
         dtypes = len(target.implementation.supports.dtypes) if target.implementation else 0
-        heavy = 10 * ("call", "shape", None, "tile").index(slow) + dtypes
+        heavy = 10 * ("call", "shape", None, "variant", "tile").index(slow) + dtypes
         return (False, target.device, heavy, f"{target.name} {target.dtype}", place)
 
     @property

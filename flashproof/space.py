@@ -36,6 +36,7 @@ from flashproof.cases import (
     Call,
     Case,
     Layouts,
+    Masking,
     Wanted,
     not_claimed,
 )
@@ -44,7 +45,7 @@ from flashproof.impls.spec import DTYPES, OWN_KERNELS, Device, Dtype, Implementa
 
 # The version of the list of cases that a run judges, of the space and of all grids. Bundles name it: `flashproof check`
 # makes the list again. Whoever changes a case raises it (tests/suite/space/test_case_set.py says when).
-CASE_SET = 13
+CASE_SET = 14
 
 Fields = dict[str, Any]  # the fields of a case that is being built
 Levels = Mapping[str, str]  # the level of each factor
@@ -626,7 +627,8 @@ PLAIN_CASES = (
 # share one key head. Then cosine attention, which has a large scale; axes of size 1 with the strides of a layout; one
 # key more and one query more, aligned at the bottom right; three query heads for each key head; adapters of queries and
 # values with several tiles of keys; eight query heads for each key head in a batch with few keys; and generation with
-# 16 query heads for one key head, and from long texts in a batch.
+# 16 query heads for one key head, and from long texts in a batch. Then two query heads for each key head, and four with
+# the largest head dim; a fused projection of grouped heads; and whole tiles of grouped heads.
 LARGE_CASES = (
     "b3 h8 q197 k197 d64",
     "b2 h2 q520 k520 d16 causal",
@@ -657,9 +659,14 @@ LARGE_CASES = (
     "b2 h8/1 q192 k16 d64 causal",
     "b1 h16/1 q1 k600 d128 inference",
     "b2 h2/1 q1 k2100 d64 inference",
+    "b1 h4/2 q130 k130 d128 causal",
+    "b1 h4/1 q70 k70 d256 causal",
+    "b2 h4/2 q70 k70 d128 causal packed",
+    "b1 h4/2 q192 k192 d64 causal",
 )
 # The same, each in one dtype, because they take longer: more than 65,535 rows of queries, more tiles than the units of
-# a GPU, long sequences with several heads, and generation after long texts.
+# a GPU, long sequences with several heads, generation after long texts, more heads than a byte can count, and a mask of
+# dropout with more than 2^20 numbers.
 LONGER_CASES = (
     "b8 h96 q90 k66 d8 float32",
     "b5 h27 q128 k128 d64 causal bfloat16",
@@ -667,6 +674,8 @@ LONGER_CASES = (
     "b1 h2 q1100 k1100 d64 float32",
     "b1 h8/2 q1 k6000 d128 bfloat16 inference",
     "b2 h8/2 q1 k1500 d64 float16 inference",
+    "b4 h66 q66 k66 d64 causal float16",
+    "b1 h1 q1050 k1050 d16 dropout0.1 float32",
 )
 # Levels that most users meet. Kernels have code for several of them together, so the run contains every combination of
 # four. All other factors are plain.
@@ -706,6 +715,7 @@ _PROMPTS: tuple[dict[str, Any], ...] = (
     {"call": "deterministic"},
     {"wanted": "dq-dv", "sharing": "dense"},
 )
+_AS_PROJECTED: Layouts = ("contiguous", "transposed", "transposed", "contiguous")
 _CALLS_OF_A_BATCH: tuple[Call, ...] = ("plain", "inference", "deterministic", "checkpointed", "autocast")
 TURNS = 6  # how often the numbers of a row are chosen anew; the first choice that has room is taken
 TILE = 64  # the queries, and the keys, of a tile that may take milliseconds
@@ -728,7 +738,7 @@ class Room:
     cases for: one that shows each tensor of the answer, one that shows the forward and one that shows the backward, or
     one that may show neither. common: whether the run has every combination of four common levels. triples: the room of
     the further cases, which complete every triple that fits in that room. dense: whether each row completes as many
-    triples as it can: levels cost little.
+    triples as it can: levels cost little. few: the ways of calling of which a run has a few cases, and not all pairs.
     """
 
     work: float
@@ -743,6 +753,7 @@ class Room:
     odd: int | None = None
     triples: "Room | None" = None
     dense: bool = False
+    few: tuple[Call, ...] = ()
 
     @property
     def is_of_slow_tiles(self) -> bool:
@@ -761,21 +772,24 @@ _OF_A_CPU = Room(work=2.0**25.1, numbers=2.0**18.1, many=2.0**21.5, cases=600, s
 _OF_A_GPU = replace(_OF_A_CPU, shows="directions")
 _FEW_DIMS = ("64", "16", "32", "40", "128", "256", "odd")  # the head dims of the grids, and a few more
 _OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS, odd=33, common=False)
-_OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=16)
+# These calls change what is around a kernel, and not the kernel. A kernel with slow tiles has a few cases of each.
+_AROUND: tuple[Call, ...] = ("accumulated", "compiled", "default16", "default64", "parallel", "projected", "thread")
+_CASES_OF_FEW = 2  # in each dtype
+_OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=16, few=_AROUND)
 _OF_SLOW_CALLS = replace(_OF_SLOW_SHAPES, cases=60, pairs=False)
-_OF_LOOPS_ON_A_GPU = replace(_OF_SLOW_TILES, pairs=False)  # the loops run in Python, as on a CPU
+_OF_FEW_TILES = replace(_OF_SLOW_TILES, pairs=False, few=())
 _CASES_OF_A_QUICK_RUN = 60
 
 
 def room_of(implementation: Implementation, device: Device, effort: Effort = "default") -> Room:
     """The room that a run has for the cases of an implementation."""
     room = _OF_A_GPU if device == "cuda" else _OF_A_CPU
-    slow = {"tile": _OF_SLOW_TILES, "shape": _OF_SLOW_SHAPES, "call": _OF_SLOW_CALLS}
+    slow = {"tile": _OF_SLOW_TILES, "variant": _OF_FEW_TILES, "shape": _OF_SLOW_SHAPES, "call": _OF_SLOW_CALLS}
     room = slow.get(implementation.slow(device) or "", room)
-    if room is _OF_SLOW_TILES and device == "cuda":
-        room = _OF_LOOPS_ON_A_GPU
+    if room is _OF_SLOW_TILES and device == "cuda":  # the loops run in Python, as on a CPU
+        room = _OF_FEW_TILES
     if effort == "quick":
-        return replace(room, cases=_CASES_OF_A_QUICK_RUN, pairs=False, shows="any", common=False)
+        return replace(room, cases=_CASES_OF_A_QUICK_RUN, pairs=False, shows="any", common=False, few=())
     if effort == "thorough":
         return replace(room, triples=_smaller(room))
     return room
@@ -841,7 +855,7 @@ class Space:
         self.plain = PLAIN | {name: levels[0] for name, levels in own.items()}
         self.levels = {
             factor.name: own.get(factor.name)
-            or tuple(level for level in factor.levels if self._is_claimed(factor.name, level))
+            or tuple(level for level in factor.levels if level not in room.few and self._is_claimed(factor.name, level))
             for factor in FACTORS
         }
 
@@ -1031,14 +1045,15 @@ class Space:
         return Space(self.supports, self.dtypes, self.device, self.room.triples) if self.room.triples else None
 
     def _long(self) -> list[Case]:
-        """Plain cases of the longest classes, with as many keys as queries. There is no room for other levels."""
+        """Plain cases of the longest classes, with as many keys as queries, one of them causal."""
         found = []
         for number, length in enumerate(("over 1024", "over 2048", "over 4096")):
             dtypes = self.levels["dtype"]
             chosen = {"queries": length, "keys": AS_QUERIES, "dtype": dtypes[number % len(dtypes)]}
             smallest = min(self.levels["head dim"], key=lambda level: min(_DIMS[level]))
             case = self._case(self.plain | chosen | {"head dim": smallest}, number, smallest=_OF_SIZE)
-            found.append(replace(case, heads=1, kv_heads=1))
+            mask: Masking = "causal" if length == "over 2048" else "full"
+            found.append(replace(case, heads=1, kv_heads=1, mask=mask))
         return found
 
     @cached_property
@@ -1052,7 +1067,19 @@ class Space:
             found += [Case.parse(f"{line} {dtype}") for line in LARGE_CASES for dtype in self.dtypes]
             found += [case for case in map(Case.parse, LONGER_CASES) if case.dtype in self.dtypes]
             found += self._long() + self._models()
+        found += self._few()
         return [case for case in found if not_claimed(case, self.supports) is None]
+
+    def _few(self) -> list[Case]:
+        """The cases of the calls that do not meet all pairs: cases of the array, called in another way."""
+        calls = [call for call in self.room.few if self.supports.backward for _ in range(_CASES_OF_FEW)]
+        found = []
+        for dtype in self.dtypes:
+            alike = [case for case in self.array if case.dtype == dtype and case.backward and case.wanted == "all"]
+            alike = [case for case in alike if case.call != "autocast"]
+            step = max(1, len(alike) // (len(calls) or 1))
+            found += [replace(case, call=call) for call, case in zip(calls, alike[step // 2 :: step], strict=False)]
+        return found
 
     @cached_property
     def common(self) -> list[Case]:
@@ -1088,8 +1115,8 @@ class Space:
     def _models(self) -> list[Case]:
         """The attention shapes of models in each dtype, as training and inference call them.
 
-        Long cases have one or two key heads, each with up to eight query heads. One of them is a batch, with several
-        heads and several tiles of queries, in the layout that a projection returns.
+        Long cases have one or two key heads, each with up to eight query heads. Some have whole tiles, some are a batch
+        in the layout that a projection returns, and some a batch of generated texts, with a cache in that layout.
         """
         shapes = [(dtype, *shape) for shape in MODELS.values() for dtype in self.dtypes]
         found = []
@@ -1097,14 +1124,19 @@ class Space:
             model = Case(heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, seed=number)
             length = LENGTHS["past a tile"][number % 8]
             found.append(replace(model, queries=length, keys=length, mask="causal", **_PROMPTS[number % 4]))
-            found.append(replace(model, queries=1, keys=258 + number, call="inference"))
             group = min(heads // kv_heads, 8)
+            texts = replace(model, batch=8, kv_heads=2, heads=2 * group, layouts=_AS_PROJECTED)
+            found.append(replace(texts if number % 2 else model, queries=1, keys=258 + number, call="inference"))
             part = replace(model, kv_heads=1, heads=group)
-            found.append(replace(part, queries=300 + number, keys=300 + number, mask="causal"))
-            batch = replace(model, batch=2, kv_heads=2, heads=2 * min(group, 4), sharing="dense", mask="causal")
+            length = 300 + number if number % 2 else 256
+            found.append(replace(part, queries=length, keys=length, mask="causal"))
+            size, of_batch = (2, 2) if number % 2 else (5, 1)
+            batch = replace(model, batch=size, kv_heads=of_batch, heads=of_batch * min(group, 4))
+            batch = replace(batch, sharing="dense", mask="causal")
             call = _CALLS_OF_A_BATCH[number // len(self.dtypes) % len(_CALLS_OF_A_BATCH)]
             found.append(replace(batch, queries=130 + number, keys=130 + number, call=call))
-            found.append(replace(part, queries=66, keys=1100 + number, mask="causal-br", call="inference"))  # a chunk
+            chunk = replace(part, batch=2, heads=min(group, 4)) if number % 2 else part
+            found.append(replace(chunk, queries=66, keys=1100 + number, mask="causal-br", call="inference"))
             part = replace(model, kv_heads=2, heads=2 * group)
             found.append(replace(part, queries=1, keys=2500 + number, call="inference"))  # generation after a long text
             found.append(replace(part, queries=4, keys=300 + number, mask="causal-br", call="inference"))  # a draft

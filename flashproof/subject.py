@@ -104,7 +104,7 @@ class Subject:
         """
         verdicts: list[Judged] = []
         for found in self._tried(case, lambda: self._computed(case)) or ():
-            if case.backward and self.implementation.supports.backward:
+            if found.case.backward and self.implementation.supports.backward:
                 self._carries_gradient(case, found.answer.has_gradient)
             # Imports during a call may add warnings filters. The check contract/answers tests for that.
             if changed := [name for name in found.answer.changed if name != FILTERS]:

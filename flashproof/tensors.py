@@ -133,6 +133,8 @@ def _made(case: Case) -> Numbers:
     match case.family:
         case "outliers":
             query, key, value, dout = (_with_outliers(case, i, x) for i, x in enumerate((query, key, value, dout)))
+            if case.seed % 2:  # as the bias of a projection: every 16th channel of a key head has a constant of its own
+                key[..., ::16] += 3.0 * _normal(case, 4, (1, case.kv_heads, 1, -(-case.dim // 16)))
         case "sharp":
             query = query * 4.0
         case "ties":
@@ -154,6 +156,8 @@ def _made(case: Case) -> Numbers:
             key[..., -1] = lift * (np.arange(case.keys) / case.keys)
     if case.family not in ("spike", "rising"):
         query = query * case.magnitude
+    if case.family == "sharp" and case.seed % 2 and case.heads > 1:
+        query[:, 0] /= 4.0 * case.magnitude
     if case.shift:
         # The first coordinate is equal in all queries and in all keys: it adds one constant to all scores.
         query[..., 0], key[..., 0] = _factors(case.shift, scale)
@@ -174,9 +178,9 @@ def _made(case: Case) -> Numbers:
         case "onehot":
             dout = (np.arange(case.dim) == np.arange(case.queries)[:, None] % case.dim) * np.ones_like(dout)
         case "somerows":
-            rows = np.arange(case.queries)
-            hidden = rows < case.queries // 2 if case.seed % 2 else rows // 16 % 2 == 1
-            dout[:, :, hidden] = 0.0
+            rows, entry = np.arange(case.queries), np.arange(case.batch)[:, None]
+            hidden = rows < case.queries // 2 >> entry if case.seed % 2 else rows // 16 % 2 + 0 * entry == 1
+            dout[np.broadcast_to(hidden[:, None], dout.shape[:3])] = 0.0
         case "small":
             dout = dout * SMALL_NUMBERS
         case "large":

@@ -84,6 +84,7 @@ CALLS_BEFORE = 4  # calls that fill the same tensors, if calls are fast; graphs 
 FEW_QUERIES = 15  # generation has one query, or a few that were guessed
 LONGEST_PROMPT = 64
 GROWTH = 1, 1, 5  # how many keys are added to a cache between two calls
+LARGEST_UNGROUPED = 2**17  # elements of a case of grouped heads that is also called with as many key heads as heads
 LARGEST_BATCH = 8  # a batch of up to this size is also called with one more entry
 
 # ------------------------------------------------------------------------------------------------ one forward each
@@ -268,23 +269,40 @@ def _another(case: Case, supports: Supports) -> Case:
 def _two_forwards(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
     """Several forwards, then backwards: the last call goes first, as in a network, or the first, as in a pipeline."""
     other = _another(case, implementation.supports)
+    if case.seed // 2 % 2 and case.keys > 1 and implementation.supports.cross_lengths:
+        other = replace(other, keys=case.keys - 1, sharing="apart")
     first, second = (
         forward(implementation, one, inputs(one, device), wanted=wanted(one), observer=observer)
         for one in (case, other)
     )
     between = next((calls for most, calls in MANY_CALLS.items() if case.numbers <= most), CALLS_BETWEEN)
     between = 0 if implementation.slow(cast(Device, device)) else between
-    further = replace(case, seed=other.seed)
+    further = replace(case, seed=case.seed + 1)
     given = inputs(further, device)
     kept = [forward(implementation, further, given, wanted=wanted(case), observer=observer) for _ in range(between)]
+    of_inference = forward(implementation, further, given, wanted=(), run=within(torch.no_grad), observer=observer)
     if case.seed % 2:
         *_, of_second, of_first = [_answered(call) for call in reversed((first, second, *kept))]
     else:
         of_first, of_second = _answered(first), _answered(second)
     del kept  # until here, these calls wait for their backward
-    words = f"{1 + between} other calls" if between else "another call"
-    yield Computed(of_first, case, note=f"{words} ran between forward and backward")
+    without = replace(further, call="no_grad")
+    yield Computed(of_inference.answer(), without, given, "it ran between forward and backward of other calls")
+    yield Computed(of_first, case, note=f"{2 + between} other calls ran between forward and backward")
     yield Computed(of_second, other, note="it ran between forward and backward of another call")
+
+
+def _alike(case: Case, supports: Supports) -> Case:
+    """A case that differs only in its number of key heads, or only in its dropout and perhaps its length.
+
+    It is the case itself if the case has neither groups nor dropout, or if its seed asks for neither.
+    """
+    is_apart = case.sharing == "apart" and "expanded" not in case.layouts
+    if case.dropout and case.seed % 2:
+        longer = is_apart and supports.cross_lengths and case.seed // 2 % 2
+        return replace(case, dropout=0.25, keys=case.keys + 1 if longer else case.keys)
+    ungrouped = replace(case, kv_heads=case.heads)
+    return ungrouped if is_apart and case.seed % 4 == 0 and ungrouped.numbers <= LARGEST_UNGROUPED else case
 
 
 def _after_another(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
@@ -292,7 +310,10 @@ def _after_another(implementation: Implementation, case: Case, device: str, obse
         (_another(case, implementation.supports), "checked after another call"),
         (case, "after a call of the same shape with other options"),
     ]
-    if case.batch <= LARGEST_BATCH and case.sharing == "apart":
+    like = _alike(case, implementation.supports)
+    if like != case:
+        calls.insert(1, (like, "checked after another call"))
+    elif case.batch <= LARGEST_BATCH and case.sharing == "apart":
         calls.append((replace(case, batch=case.batch + 1), "after a call with another batch size"))
     answers = [
         _answered(forward(implementation, one, inputs(one, device), wanted=wanted(one), observer=observer))
@@ -355,14 +376,21 @@ def _grown(implementation: Implementation, case: Case, device: str, observer: Ob
         blocks = blocks if blocks is None else blocks[..., : math.ceil(fewer.keys / BLOCK)]
         return replace(queries, key=tensors.key[:, :, :-added], value=tensors.value[:, :, :-added], block_mask=blocks)
 
+    def before_the_case() -> Inputs:
+        """The tensors before the second call. Every sequence begins with the same token."""
+        tensors = inputs(case if keeps_keys else other, device)
+        if case.layouts[1] != "expanded":
+            tensors.key[:, :, :1] = inputs(case, device).key[:, :, :1]
+        return tensors
+
     keeps_keys = case.seed // 2 % 2 == 1
-    given = inputs(case if keeps_keys else other, device)
+    given = before_the_case()
     of_prompt = given if fewer.queries == case.queries and not keeps_keys else inputs(fewer, device)
     first = answer(fewer, shortened(given, of_prompt))
     _fill(given, inputs(case, device))
     second = answer(case, given)
     third = answer(fewer, shortened(given, of_prompt)) if keeps_keys else None
-    rest = inputs(case if keeps_keys else other, device)
+    rest = before_the_case()
     before = shortened(rest, rest if of_prompt is given else inputs(fewer, device))
     yield Computed(first, fewer, before, "before a call with more keys")
     yield Computed(second, case, note="after a call with fewer keys")

@@ -14,7 +14,7 @@ from flashproof.impls.fields import check_number, check_types, wrong
 Dtype = Literal["float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
 Alignment = Literal["top_left", "bottom_right"]
-Slow = Literal["tile", "shape", "call"]
+Slow = Literal["tile", "variant", "shape", "call"]
 
 DTYPES: tuple[Dtype, ...] = ("float32", "float16", "bfloat16")
 SIXTEEN_BIT: tuple[Dtype, ...] = ("float16", "bfloat16")
@@ -171,10 +171,11 @@ class Implementation:
     summary: str = ""  # one sentence for the report
     # The reason why the kernel cannot run on a device ("CUDA: no device"), or None if it can.
     missing: Callable[[Device], str | None] = lambda device: None
-    # What is slow on a device. "tile": each tile, as in an interpreter. "shape": each new shape, because it is
-    # compiled. "call": each new kind of call, because it is compiled for many seconds. A run then uses fewer cases, for
-    # "tile" also smaller ones, and for "call" so few that not all pairs of levels meet. It ignores this field of an
-    # external kernel.
+    # What is slow on a device. "tile": each tile, as in an interpreter. "variant": each tile, and the run of another
+    # implementation has the same code. "shape": each new shape, because it is compiled. "call": each new kind of call,
+    # because it is compiled for many seconds. A run then uses fewer cases, for "tile" and "variant" also smaller ones,
+    # and for "variant" and "call" so few that not all pairs of levels meet. It ignores this field of an external
+    # kernel.
     slow: Callable[[Device], Slow | None] = lambda device: None
     bare: bool = False  # a bare callable: a refusal with a clear exception is not a failure
 

@@ -93,7 +93,7 @@ def settings_of(implementation: Implementation, dtype: Dtype, selection: Selecti
     """
     device = device_of(selection)
     plan = (THOROUGH if selection.thorough else QUICK)[device]
-    chosen = plan.small if implementation.slow(device) == "tile" else plan.usual
+    chosen = plan.small if implementation.slow(device) in ("tile", "variant") else plan.usual
     is_named = set(selection.dtypes) != set(DTYPES)
     cases = [Case.parse(f"{words} {dtype}") for words, dtypes in chosen if is_named or dtype in dtypes]
     return [case for case in cases if not_claimed(case, implementation.supports) is None]

@@ -78,7 +78,7 @@ def backwards(line: str) -> list[int]:
 
     implementation = replace(kernel(spy), attention=attention)
     case = Case.parse(f"{line} float32 causal two-forwards")
-    assert len(list(ways.computed(implementation, case, "cpu", UNOBSERVED))) == 2
+    assert len(list(ways.computed(implementation, case, "cpu", UNOBSERVED))) == 3
     return ended
 
 
