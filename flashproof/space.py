@@ -571,6 +571,13 @@ def _zeros_are_not_shifted(known: Known) -> bool:
     return known.get("scores") not in ("padded", "nokeys") or known.get("shift", "none") == "none"
 
 
+@_rule("call", "batch", "queries", "keys")
+def _compilation_ends(known: Known) -> bool:
+    """Compilers unroll a loop over tiles or heads. With hundreds of them, a right kernel would take minutes."""
+    sizes = {known.get("batch"), known.get("queries"), known.get("keys")}
+    return known.get("call") != "compiled" or sizes.isdisjoint((MANY, "over 1024", "over 2048", "over 4096"))
+
+
 @_rule("call", "dtype")
 def _autocast_keeps_the_dtype(known: Known) -> bool:
     """Under autocast, the output for float32 inputs would have another dtype."""
