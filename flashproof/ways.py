@@ -84,7 +84,7 @@ CALLS_BEFORE = 4  # calls that fill the same tensors, if calls are fast; graphs 
 FEW_QUERIES = 15  # generation has one query, or a few that were guessed
 LONGEST_PROMPT = 64
 GROWTH = 1, 1, 5  # how many keys are added to a cache between two calls
-LARGEST_UNGROUPED = 2**17  # elements of a case of grouped heads that is also called with as many key heads as heads
+LARGEST_UNGROUPED = 2**19  # elements of a case of grouped heads that is also called with as many key heads as heads
 LARGEST_BATCH = 8  # a batch of up to this size is also called with one more entry
 
 # ------------------------------------------------------------------------------------------------ one forward each
@@ -275,12 +275,12 @@ def _two_forwards(implementation: Implementation, case: Case, device: str, obser
         forward(implementation, one, inputs(one, device), wanted=wanted(one), observer=observer)
         for one in (case, other)
     )
-    between = next((calls for most, calls in MANY_CALLS.items() if case.numbers <= most), CALLS_BETWEEN)
-    between = 0 if implementation.slow(cast(Device, device)) else between
     further = replace(case, seed=case.seed + 1)
     given = inputs(further, device)
-    kept = [forward(implementation, further, given, wanted=wanted(case), observer=observer) for _ in range(between)]
     of_inference = forward(implementation, further, given, wanted=(), run=within(torch.no_grad), observer=observer)
+    between = next((calls for most, calls in MANY_CALLS.items() if case.numbers <= most), CALLS_BETWEEN)
+    between = 0 if implementation.slow(cast(Device, device)) else between
+    kept = [forward(implementation, further, given, wanted=wanted(case), observer=observer) for _ in range(between)]
     if case.seed % 2:
         *_, of_second, of_first = [_answered(call) for call in reversed((first, second, *kept))]
     else:
@@ -297,12 +297,11 @@ def _alike(case: Case, supports: Supports) -> Case:
 
     It is the case itself if the case has neither groups nor dropout, or if its seed asks for neither.
     """
-    is_apart = case.sharing == "apart" and "expanded" not in case.layouts
     if case.dropout and case.seed % 2:
-        longer = is_apart and supports.cross_lengths and case.seed // 2 % 2
+        longer = case.sharing == "apart" and supports.cross_lengths and case.seed // 2 % 2
         return replace(case, dropout=0.25, keys=case.keys + 1 if longer else case.keys)
     ungrouped = replace(case, kv_heads=case.heads)
-    return ungrouped if is_apart and case.seed % 4 == 0 and ungrouped.numbers <= LARGEST_UNGROUPED else case
+    return ungrouped if case.seed % 2 == 0 and ungrouped.numbers <= LARGEST_UNGROUPED else case
 
 
 def _after_another(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
