@@ -73,7 +73,7 @@ DOUTS: dict[Douts, str] = {
     "positive": "output gradients of one sign",
     "onehot": "one entry of each row of the output gradient is 1, and the others are 0",
     "somerows": "the output gradient is zero in every second group of 16 rows, or in the rows of a prompt: the first "
-    "half in the first sequence, and fewer in each later one",
+    "three quarters in the first sequence, and half as many in each later one",
     "small": "output gradients so small that many are subnormal in float16",
     "large": "output gradients 256 times larger, as with a scaled loss",
     "zero": "output gradients of zero",

@@ -179,7 +179,7 @@ def _made(case: Case) -> Numbers:
             dout = (np.arange(case.dim) == np.arange(case.queries)[:, None] % case.dim) * np.ones_like(dout)
         case "somerows":
             rows, entry = np.arange(case.queries), np.arange(case.batch)[:, None]
-            hidden = rows < case.queries // 2 >> entry if case.seed % 2 else rows // 16 % 2 + 0 * entry == 1
+            hidden = rows < 3 * case.queries // 4 >> entry if case.seed % 2 else rows // 16 % 2 + 0 * entry == 1
             dout[np.broadcast_to(hidden[:, None], dout.shape[:3])] = 0.0
         case "small":
             dout = dout * SMALL_NUMBERS
