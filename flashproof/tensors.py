@@ -178,8 +178,10 @@ def _made(case: Case) -> Numbers:
         case "onehot":
             dout = (np.arange(case.dim) == np.arange(case.queries)[:, None] % case.dim) * np.ones_like(dout)
         case "somerows":
-            rows, entry = np.arange(case.queries), np.arange(case.batch)[:, None]
-            hidden = rows < 3 * case.queries // 4 >> entry if case.seed % 2 else rows // 16 % 2 + 0 * entry == 1
+            rows, entries = np.arange(case.queries), np.arange(case.batch)[:, None]
+            prompts = rows < 3 * case.queries // 4 >> entries  # [batch, queries]
+            groups = np.broadcast_to(rows // 16 % 2 == 1, prompts.shape)
+            hidden = prompts if case.seed % 2 else groups
             dout[np.broadcast_to(hidden[:, None], dout.shape[:3])] = 0.0
         case "small":
             dout = dout * SMALL_NUMBERS

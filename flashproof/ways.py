@@ -267,7 +267,11 @@ def _another(case: Case, supports: Supports) -> Case:
 
 
 def _two_forwards(implementation: Implementation, case: Case, device: str, observer: Observer) -> Iterator[Computed]:
-    """Several forwards, then backwards: the last call goes first, as in a network, or the first, as in a pipeline."""
+    """Several forwards, then backwards: the last call goes first, as in a network, or the first, as in a pipeline.
+
+    One of the forwards is without gradients, as that of a second model. In half of the cases, the second forward has
+    another length.
+    """
     other = _another(case, implementation.supports)
     if case.seed // 2 % 2 and case.keys > 1 and implementation.supports.cross_lengths:
         other = replace(other, keys=case.keys - 1, sharing="apart")
@@ -293,9 +297,9 @@ def _two_forwards(implementation: Implementation, case: Case, device: str, obser
 
 
 def _alike(case: Case, supports: Supports) -> Case:
-    """A case that differs only in its number of key heads, or only in its dropout and perhaps its length.
+    """A case that differs only in its number of key heads, or only in its dropout and sometimes its length.
 
-    It is the case itself if the case has neither groups nor dropout, or if its seed asks for neither.
+    The seed decides which. It may be the case itself: then nothing differs.
     """
     if case.dropout and case.seed % 2:
         longer = case.sharing == "apart" and supports.cross_lengths and case.seed // 2 % 2
