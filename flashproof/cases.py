@@ -75,7 +75,7 @@ DOUTS: dict[Douts, str] = {
     "somerows": "the output gradient is zero in every second group of 16 rows, or in the rows of a prompt: the first "
     "three quarters in the first sequence, and half as many in each later one",
     "small": "output gradients so small that many are subnormal in float16",
-    "large": "output gradients 256 times larger, as with a scaled loss",
+    "large": "output gradients 256 times larger, as with a scaled loss; pooled ones at most 8192 / queries times",
     "zero": "output gradients of zero",
 }
 LAYOUTS: dict[Layout, str] = {

@@ -72,6 +72,9 @@ def inputs(case: Case, device: str | torch.device = "cpu", outside: float = math
     outside: the value of the memory around the tensors and between their rows.
     """
     numbers = tuple(tensor.to(device) for tensor in _numbers(case))
+    if case.douts == "large" and case.layouts[3] == "pooled":
+        largest = 2.0 ** math.floor(math.log2(LARGE_SUM / case.queries))
+        numbers = (*numbers[:3], numbers[3] * min(1.0, largest / LARGE_DOUT))
     memory = Memory(outside)
     apart = [
         memory.laid_out(tensor, layout, offset=offset, seed=case.seed + place)
@@ -103,6 +106,9 @@ def inputs(case: Case, device: str | torch.device = "cpu", outside: float = math
 SMALL = 2**18  # elements, 1 MiB in float32; up to this size, many cases are cached
 SMALL_NUMBERS = 2.0**-16  # the factor of small values and output gradients; float16 is subnormal below 2^-14
 LARGE_DOUT = 2.0**8  # the factor of large output gradients
+# The largest such factor of a pooled output gradient, times the number of queries. All rows of a pooled one are the
+# same, so dV of a single key is their number times one row, and the sum of one query head must not overflow float16.
+LARGE_SUM = 2.0**13
 Numbers = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
