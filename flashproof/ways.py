@@ -83,7 +83,7 @@ LOOP_THREADS = 6, 8  # more than a case may have heads; one of them is a power o
 CALLS_BEFORE = 4  # calls that fill the same tensors, if calls are fast; graphs are captured after the third call
 FEW_QUERIES = 15  # generation has one query, or a few that were guessed
 LONGEST_PROMPT = 64
-GROWTH = 1, 1, 5  # how many keys are added to a cache between two calls
+GROWTH = 1, 5  # how many keys are added to a cache between two calls
 LARGEST_UNGROUPED = 2**19  # elements of a case of grouped heads that is also called with as many key heads as heads
 LARGEST_BATCH = 8  # a batch of up to this size is also called with one more entry
 
