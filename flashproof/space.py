@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
+from itertools import cycle
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -1088,7 +1089,8 @@ class Space:
             alike = [case for case in self.array if case.dtype == dtype and case.backward and case.wanted == "all"]
             alike = [case for case in alike if case.call != "autocast"]
             step = max(1, len(alike) // (len(calls) or 1))
-            found += [replace(case, call=call) for call, case in zip(calls, alike[step // 2 :: step], strict=False)]
+            chosen = cycle(alike[step // 2 :: step])
+            found += [replace(case, call=call) for call, case in zip(calls, chosen, strict=False)]
         return found
 
     @cached_property

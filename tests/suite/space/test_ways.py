@@ -110,7 +110,7 @@ def test_a_fault_of_one_way_shows_there_alone(call: Call) -> None:
         assert all(found) != wrong
 
 
-@pytest.mark.parametrize(("seed", "queries"), [(4, 3), (5, 39)])
+@pytest.mark.parametrize(("seed", "queries"), [(8, 3), (9, 39)])
 def test_generation_may_follow_a_prompt(seed: int, queries: int) -> None:
     """The keys of both calls are in the same memory, and a right kernel passes in both."""
     spy = Spy(watches=True)
