@@ -781,8 +781,9 @@ _OF_A_CPU = Room(work=2.0**25.1, numbers=2.0**18.1, many=2.0**21.5, cases=600, s
 _OF_A_GPU = replace(_OF_A_CPU, shows="directions")
 _FEW_DIMS = ("64", "16", "32", "40", "128", "256", "odd")  # the head dims of the grids, and a few more
 _OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS, odd=33, common=False)
-# These calls change what is around a kernel, not the kernel. A kernel with slow tiles has a few cases of each, and a
-# pair counts there in any case. A run on a GPU has the cases that show each pair.
+# These calls change what is around a kernel, not the kernel. A kernel with slow tiles has a few cases of each. For such
+# a kernel, a pair of levels also counts in a case that shows no fault of the pair. Where Triton and CUDA kernels run on
+# a GPU, their tiles are fast, and cases show each pair.
 _AROUND: tuple[Call, ...] = ("accumulated", "compiled", "default16", "default64", "parallel", "projected", "thread")
 _CASES_OF_FEW = 2  # in each dtype
 _OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=16, shows="any", few=_AROUND)

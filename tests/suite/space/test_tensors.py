@@ -54,6 +54,14 @@ def test_the_loss_leaves_out_single_groups_of_rows_or_a_prompt() -> None:
     assert zero_rows(seed=5, sequence=1) == [*range(15)]
 
 
+@pytest.mark.parametrize("queries", [8, 100, 4096, 16384])
+def test_the_sum_of_a_large_pooled_gradient_fits_in_float16(queries: int) -> None:
+    """With one key, dV is this sum."""
+    dout = inputs(Case.parse(f"b1 h4 q{queries} k1 d8 float16 do.large do.pooled")).dout
+    largest = dout.float().sum(dim=2).abs().max()
+    assert 1024.0 < largest < torch.finfo(torch.float16).max
+
+
 @pytest.mark.parametrize("layout", [layout for layout in get_args(Layout) if layout not in ("pooled", "summed")])
 def test_forms_repeat(layout: Layout) -> None:
     """Calls that fill the same tensors with other numbers take them from a seed of the same forms."""
