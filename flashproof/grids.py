@@ -10,7 +10,7 @@ from itertools import islice
 
 from flashproof.cases import Call, Case
 from flashproof.impls.spec import Dtype
-from flashproof.space import Space
+from flashproof.space import Space, steps_of
 
 Grid = Callable[[Space, Dtype], list[Case]]
 
@@ -32,14 +32,28 @@ b1 h1 q70 k150 d64 causal-br shift-100     # the last tile is hidden from some r
 """
 
 
+_MANY_STEPS = 100  # of a pinned case, by `steps_of`
+
+
 def called(call: Call) -> Grid:
     """The cases of the array that call a kernel in this way. Plain calls also have the pinned cases."""
 
     def of(space: Space, dtype: Dtype) -> list[Case]:
-        pinned = _parsed(PINNED, dtype) if call == "plain" and space.room.pairs else ()
+        pinned = _pinned(space, dtype) if call == "plain" and space.room.pairs else []
         return [*(case for case in space.cases if (case.call, case.dtype) == (call, dtype)), *pinned]
 
     return of
+
+
+def _pinned(space: Space, dtype: Dtype) -> list[Case]:
+    """The pinned cases in a dtype. Where tiles are slow, each one of many tiles has only one dtype."""
+    found = enumerate(_parsed(PINNED, dtype))
+    turn = space.dtypes.index(dtype)
+    return [
+        case
+        for place, case in found
+        if not space.room.is_of_slow_tiles or steps_of(case) <= _MANY_STEPS or place % len(space.dtypes) == turn
+    ]
 
 
 def where(holds: Callable[[Case], bool] = lambda case: True, *, most: int) -> Grid:

@@ -46,7 +46,7 @@ from flashproof.impls.spec import DTYPES, OWN_KERNELS, Device, Dtype, Implementa
 
 # The version of the list of cases that a run judges, of the space and of all grids. Bundles name it: `flashproof check`
 # makes the list again. Whoever changes a case raises it (tests/suite/space/test_case_set.py says when).
-CASE_SET = 15
+CASE_SET = 16
 
 Fields = dict[str, Any]  # the fields of a case that is being built
 Levels = Mapping[str, str]  # the level of each factor
@@ -619,12 +619,13 @@ def _a_cache_can_grow(known: Known) -> bool:
 
 
 # Cases of plain numbers, in each dtype. A bias shows in them. In most cases of a small array, the numbers or the shape
-# hide it. Scales are those that 16 bits do not hold. The third case has no gradients under autocast, which the array
-# has seldom. In the last case, the block mask and the causal mask together hide every key.
+# hide it. Scales, and the factors of dropout, are those that 16 bits do not hold. The third case has no gradients under
+# autocast, which the array has seldom. In the last case, the block mask and the causal mask together hide every key.
 PLAIN_CASES = (
     "b1 h2/1 q130 k130 d40 causal scale0.3",
     "b2 h1 q100 k100 d56",
     "b1 h2 q40 k70 d40 causal autocast detached",
+    "b1 h1 q120 k120 d24 dropout0.15",
     "b1 h1 q140 k270 d24 causal blocks0.3 seed24",
 )
 # Ordinary sizes that are too large for the array, in each dtype: a batch of images, a batch of texts, an image that
@@ -732,8 +733,12 @@ TILE = 64  # the queries, and the keys, of a tile that may take milliseconds
 
 def steps_of(case: Case) -> int:
     """The time of a case whose tiles are slow, in tiles. The beginning and the end of a head take as long as three."""
-    tiles = math.ceil(case.queries / TILE) * math.ceil(case.keys / TILE)
-    return case.batch * case.heads * (3 + tiles)
+    return 3 * case.batch * case.heads + _tiles_of(case)
+
+
+def _tiles_of(case: Case) -> int:
+    """The tiles of scores in all heads of a case."""
+    return case.batch * case.heads * math.ceil(case.queries / TILE) * math.ceil(case.keys / TILE)
 
 
 @dataclass(frozen=True)
@@ -742,12 +747,13 @@ class Room:
 
     work: the largest batch x heads x queries x keys x (dim + 64) of one case. numbers: the most elements of its four
     tensors. many: the same limit, for a batch x heads over 65535. cases: the least number of cases. steps: the largest
-    time of one case by `steps_of`, where tiles are slow. dims: the head dims. odd: the only odd head dim, for a kernel
-    that is compiled for each. pairs: whether the run has as many cases as all pairs need. shows: what each pair needs
-    cases for: one that shows each tensor of the answer, one that shows the forward and one that shows the backward, or
-    one that may show neither. common: whether the run has every combination of four common levels. triples: the room of
-    the further cases, which complete every triple that fits in that room. dense: whether each row completes as many
-    triples as it can: levels cost little. few: the ways of calling of which a run has a few cases, and not all pairs.
+    time of one case by `steps_of`, where tiles are slow. tiles: the most tiles of scores in one case, where they are
+    slow. dims: the head dims. odd: the only odd head dim, for a kernel that is compiled for each. pairs: whether the
+    run has as many cases as all pairs need. shows: what each pair needs cases for: one that shows each tensor of the
+    answer, one that shows the forward and one that shows the backward, or one that may show neither. common: whether
+    the run has every combination of four common levels. triples: the room of the further cases, which complete every
+    triple that fits in that room. dense: whether each row completes as many triples as it can: levels cost little. few:
+    the ways of calling of which a run has a few cases, and not all pairs.
     """
 
     work: float
@@ -755,6 +761,7 @@ class Room:
     many: float
     cases: int
     steps: float = math.inf
+    tiles: float = math.inf
     dims: tuple[str, ...] = tuple(_DIMS)
     pairs: bool = True
     shows: Literal["tensors", "directions", "any"] = "directions"
@@ -773,11 +780,12 @@ class Room:
         """Whether a case fits in this room."""
         work = case.batch * case.heads * case.queries * case.keys * (case.dim + 64)
         numbers = self.numbers if case.batch * case.heads <= 65535 else self.many
-        return case.numbers <= numbers and work <= self.work and steps_of(case) <= self.steps
+        is_small = case.numbers <= numbers and work <= self.work
+        return is_small and steps_of(case) <= self.steps and _tiles_of(case) <= self.tiles
 
 
 Effort = Literal["quick", "default", "thorough"]
-_OF_A_CPU = Room(work=2.0**25.1, numbers=2.0**18.1, many=2.0**21.5, cases=600, shows="tensors")
+_OF_A_CPU = Room(work=2.0**25.1, numbers=2.0**18.1, many=2.0**21.1, cases=600, shows="tensors")
 _OF_A_GPU = replace(_OF_A_CPU, shows="directions")
 _FEW_DIMS = ("64", "16", "32", "40", "128", "256", "odd")  # the head dims of the grids, and a few more
 _OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS, odd=33, common=False)
@@ -786,7 +794,7 @@ _OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS, odd=33, common=F
 # a GPU, their tiles are fast, and cases show each pair.
 _AROUND: tuple[Call, ...] = ("accumulated", "compiled", "default16", "default64", "parallel", "projected", "thread")
 _CASES_OF_FEW = 2  # in each dtype
-_OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=16, shows="any", few=_AROUND)
+_OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=16, tiles=8, shows="any", few=_AROUND)
 _OF_SLOW_CALLS = replace(_OF_SLOW_SHAPES, cases=60, pairs=False)
 _OF_FEW_TILES = replace(_OF_SLOW_TILES, pairs=False, few=())
 _CASES_OF_A_QUICK_RUN = 60
@@ -842,6 +850,41 @@ def _sources() -> str:
     """
     files = [Path(inspect.getfile(part)) for part in (Space, Case, Covering, Supports)]
     return "".join(ast.dump(ast.parse(file.read_text())) for file in files)
+
+
+def _calls_of_model(model: Case, number: int, turn: int) -> list[Case]:
+    """The calls of a model in one dtype.
+
+    Long cases have one or two key heads, each with up to eight query heads. Some have whole tiles, some are a batch in
+    the layout that a projection returns, and some a batch of generated texts, with a cache in that layout. number:
+    chooses among such forms. turn: chooses the call of a batch.
+    """
+    group = min(model.heads // model.kv_heads, 8)
+    texts = replace(model, batch=8, kv_heads=2, heads=2 * group, layouts=_AS_PROJECTED)
+    one, two = (replace(model, kv_heads=count, heads=count * group) for count in (1, 2))
+    size, of_batch = (2, 2) if number % 2 else (5, 1)
+    batch = replace(model, batch=size, kv_heads=of_batch, heads=of_batch * min(group, 4))
+    chunk = replace(one, batch=2, heads=min(group, 4)) if number % 2 else one
+    past, whole = LENGTHS["past a tile"][number % 8], 300 + number if number % 2 else 256
+    cache: Layouts = ("contiguous", "cropped", "cropped", "contiguous")
+    kept = (129, 257, 513)[number // 2 % 3]  # the call before ends with a whole tile
+    return [
+        replace(model, queries=past, keys=past, mask="causal", **_PROMPTS[number % 4]),
+        replace(texts if number % 2 else model, queries=1, keys=258 + number, call="inference"),
+        replace(one, queries=whole, keys=whole, mask="causal"),
+        replace(
+            batch,
+            queries=130 + number,
+            keys=130 + number,
+            mask="causal",
+            sharing="dense",
+            call=_CALLS_OF_A_BATCH[turn % len(_CALLS_OF_A_BATCH)],
+        ),
+        replace(chunk, queries=66, keys=1100 + number, mask="causal-br", call="inference"),
+        replace(two, queries=1, keys=2500 + number, call="inference"),  # generation after a long text
+        replace(two, queries=4, keys=300 + number, mask="causal-br", call="inference"),  # a draft
+        replace(two, batch=2, queries=1, keys=kept, layouts=cache, call="grown"),
+    ]
 
 
 class Space:
@@ -1126,36 +1169,18 @@ class Space:
         return [tuple(whole(row)) for row in rows]
 
     def _models(self) -> list[Case]:
-        """The attention shapes of models in each dtype, as training and inference call them.
+        """The attention shapes of models, as training and inference call them.
 
-        Long cases have one or two key heads, each with up to eight query heads. Some have whole tiles, some are a batch
-        in the layout that a projection returns, and some a batch of generated texts, with a cache in that layout.
+        These cases take long. In a run of three dtypes, each call of each model has only two of them.
         """
         shapes = [(dtype, *shape) for shape in MODELS.values() for dtype in self.dtypes]
-        found = []
+        dtypes = len(self.dtypes)
+        found = list[Case]()
         for number, (dtype, heads, kv_heads, dim) in enumerate(shapes):
             model = Case(heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, seed=number)
-            length = LENGTHS["past a tile"][number % 8]
-            found.append(replace(model, queries=length, keys=length, mask="causal", **_PROMPTS[number % 4]))
-            group = min(heads // kv_heads, 8)
-            texts = replace(model, batch=8, kv_heads=2, heads=2 * group, layouts=_AS_PROJECTED)
-            found.append(replace(texts if number % 2 else model, queries=1, keys=258 + number, call="inference"))
-            part = replace(model, kv_heads=1, heads=group)
-            length = 300 + number if number % 2 else 256
-            found.append(replace(part, queries=length, keys=length, mask="causal"))
-            size, of_batch = (2, 2) if number % 2 else (5, 1)
-            batch = replace(model, batch=size, kv_heads=of_batch, heads=of_batch * min(group, 4))
-            batch = replace(batch, sharing="dense", mask="causal")
-            call = _CALLS_OF_A_BATCH[number // len(self.dtypes) % len(_CALLS_OF_A_BATCH)]
-            found.append(replace(batch, queries=130 + number, keys=130 + number, call=call))
-            chunk = replace(part, batch=2, heads=min(group, 4)) if number % 2 else part
-            found.append(replace(chunk, queries=66, keys=1100 + number, mask="causal-br", call="inference"))
-            part = replace(model, kv_heads=2, heads=2 * group)
-            found.append(replace(part, queries=1, keys=2500 + number, call="inference"))  # generation after a long text
-            found.append(replace(part, queries=4, keys=300 + number, mask="causal-br", call="inference"))  # a draft
-            cache: Layouts = ("contiguous", "cropped", "cropped", "contiguous")
-            length = (129, 257, 513)[number // 2 % 3]  # the call before ends with a whole tile
-            found.append(replace(part, batch=2, queries=1, keys=length, layouts=cache, call="grown"))
+            calls = _calls_of_model(model, number, number // dtypes)
+            left_out = (number + number // dtypes) % dtypes if dtypes == len(DTYPES) else None
+            found += [call for place, call in enumerate(calls) if place % dtypes != left_out]
         return found
 
     @property

@@ -172,6 +172,10 @@ def bias(
     if min(rows.shape) < BIAS_FEWEST_BLOCKS:
         return None
     got = actual.to(torch.float64).reshape(rows.shape)
+    is_finite = (got.sum() + rows.sum()).isfinite()  # a NaN or an infinity remains in a sum
+    says_something = is_finite & (_distinct(rows, actual.dtype) >= BIAS_FEWEST_VALUES)
+    if not rows.is_cuda and not bool(says_something):
+        return None
     in_ulps = actual.dtype in (torch.float16, torch.bfloat16)
     of_float32 = got.new_zeros(()) if float32_bound is None else float32_bound.sum()
     unit = bounds.worst_unit(rows, actual.dtype).sum() if in_ulps else of_float32
@@ -185,8 +189,6 @@ def bias(
         single = rows.to(torch.float32)
         lower, upper = ((single * (1.0 + step)).to(actual.dtype) for step in (-LAST_PLACE, LAST_PLACE))
         beyond, *errors = (torch.where(lower == upper, each, 0.0) for each in (beyond, *errors))
-    is_finite = (got.sum() + rows.sum()).isfinite()  # a NaN or an infinity remains in a sum
-    says_something = is_finite & (_distinct(rows, actual.dtype) >= BIAS_FEWEST_VALUES)
     figures = [unit, of_float32, says_something.to(torch.float64)]
     for sign in (rows.sign(), None):
         weighted, *of_casts = (each if sign is None else each * sign for each in (beyond, *errors))

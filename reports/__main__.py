@@ -1,6 +1,7 @@
 """`python -m flashproof.reports RECORDS... -o DIR` merges the records of several runs or machines into one site."""
 
 import argparse
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ def merge(records: Sequence[Path], output: Path, program: str = PROGRAM) -> int:
         return _fail(program, f"{error.name} is not installed; pip install 'flashproof[report]' installs it")
     from flashproof.reports import speed, training
 
+    gc.disable()  # the records live until the end, and the collector would visit all of them again and again
     try:
         files, damaged = files_of(records), list[str]()
         timed = [path for path in files if path.suffix == ".json"]
@@ -38,6 +40,8 @@ def merge(records: Sequence[Path], output: Path, program: str = PROGRAM) -> int:
         index = write_pages(evidence, output, timings, damaged, steps)
     except (OSError, ValueError) as error:
         return _fail(program, str(error))
+    finally:
+        gc.enable()
     for words in damaged:
         print(f"{program}: left out: {words}", file=sys.stderr)
     print(index)

@@ -384,8 +384,11 @@ def _merged(records: list[Record], environments: dict[str, Environment]) -> Evid
 
     named = [r for r in records if not isinstance(r, _OF_NO_KERNEL)]
     kernels = []
+    judged_of = defaultdict[str, list[Judged]](list)
+    for one in judged:
+        judged_of[one.judgement.implementation].append(one)
     for name in sorted({r.implementation for r in named}):
-        own = [j for j in judged if j.judgement.implementation == name]
+        own = judged_of[name]
         own_absences = [(a, m) for a, m in absences if a.implementation == name]
         own_claims = [c for c in claims if c.implementation == name]
         own_memory = [(r, m) for r, m in memory if r.implementation == name]
@@ -495,7 +498,7 @@ def _worst_of_each(judged: list[Judged]) -> Iterable[Judged]:
     groups: defaultdict[Hashable, list[Judged]] = defaultdict(list)
     for one in judged:
         groups[_identity(one)].append(one)
-    worst = [max(group, key=severity) for group in groups.values()]
+    worst = [max(group, key=severity) if len(group) > 1 else group[0] for group in groups.values()]
     return sorted(
         worst,
         key=lambda j: (
