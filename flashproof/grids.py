@@ -30,9 +30,7 @@ b1 h1 q149 k70 d36 causal                  # a scale that a 16-bit number cannot
 b1 h1 q130 k130 d64 blocks0                # no block is visible
 b1 h1 q70 k150 d64 causal-br shift-100     # the last tile is hidden from some rows, whose scores are far below 0
 """
-
-
-_MANY_STEPS = 100  # of a pinned case, by `steps_of`
+_MANY_STEPS = 100  # by `steps_of`; a case with more takes seconds where tiles are slow
 
 
 def called(call: Call) -> Grid:
@@ -46,14 +44,12 @@ def called(call: Call) -> Grid:
 
 
 def _pinned(space: Space, dtype: Dtype) -> list[Case]:
-    """The pinned cases in a dtype. Where tiles are slow, each one of many tiles has only one dtype."""
-    found = enumerate(_parsed(PINNED, dtype))
-    turn = space.dtypes.index(dtype)
-    return [
-        case
-        for place, case in found
-        if not space.room.is_of_slow_tiles or steps_of(case) <= _MANY_STEPS or place % len(space.dtypes) == turn
-    ]
+    """The pinned cases in a dtype. Where tiles are slow, a case that takes many steps is in the list of one dtype."""
+    pinned = _parsed(PINNED, dtype)
+    if not space.room.is_of_slow_tiles:
+        return list(pinned)
+    turn, dtypes = space.dtypes.index(dtype), len(space.dtypes)
+    return [case for place, case in enumerate(pinned) if steps_of(case) <= _MANY_STEPS or place % dtypes == turn]
 
 
 def where(holds: Callable[[Case], bool] = lambda case: True, *, most: int) -> Grid:

@@ -865,13 +865,14 @@ def _calls_of_model(model: Case, number: int, turn: int) -> list[Case]:
     size, of_batch = (2, 2) if number % 2 else (5, 1)
     batch = replace(model, batch=size, kv_heads=of_batch, heads=of_batch * min(group, 4))
     chunk = replace(one, batch=2, heads=min(group, 4)) if number % 2 else one
-    past, whole = LENGTHS["past a tile"][number % 8], 300 + number if number % 2 else 256
+    past = LENGTHS["past a tile"][number % 8]
+    length = 300 + number if number % 2 else 256
     cache: Layouts = ("contiguous", "cropped", "cropped", "contiguous")
     kept = (129, 257, 513)[number // 2 % 3]  # the call before ends with a whole tile
     return [
         replace(model, queries=past, keys=past, mask="causal", **_PROMPTS[number % 4]),
         replace(texts if number % 2 else model, queries=1, keys=258 + number, call="inference"),
-        replace(one, queries=whole, keys=whole, mask="causal"),
+        replace(one, queries=length, keys=length, mask="causal"),
         replace(
             batch,
             queries=130 + number,
@@ -1171,7 +1172,7 @@ class Space:
     def _models(self) -> list[Case]:
         """The attention shapes of models, as training and inference call them.
 
-        These cases take long. In a run of three dtypes, each call of each model has only two of them.
+        These cases take long. If a run has three dtypes, each call of a model is made in two of them.
         """
         shapes = [(dtype, *shape) for shape in MODELS.values() for dtype in self.dtypes]
         dtypes = len(self.dtypes)

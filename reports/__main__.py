@@ -28,6 +28,7 @@ def merge(records: Sequence[Path], output: Path, program: str = PROGRAM) -> int:
         return _fail(program, f"{error.name} is not installed; pip install 'flashproof[report]' installs it")
     from flashproof.reports import speed, training
 
+    collects = gc.isenabled()
     gc.disable()  # the records live until the end, and the collector would visit all of them again and again
     try:
         files, damaged = files_of(records), list[str]()
@@ -41,7 +42,8 @@ def merge(records: Sequence[Path], output: Path, program: str = PROGRAM) -> int:
     except (OSError, ValueError) as error:
         return _fail(program, str(error))
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
     for words in damaged:
         print(f"{program}: left out: {words}", file=sys.stderr)
     print(index)

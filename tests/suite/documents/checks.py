@@ -42,7 +42,8 @@ The array of a kernel that claims all of them has {cases} cases on a CPU.
 The cases have all {pairs} pairs, and {share} % of the {triples} triples.
 
 A few cases of plain numbers are added to the array, because a bias is easiest to see in them. Such a kernel is also
-called as models call it, in each dtype, for training and for one token of generation.
+called as models call it, for training and for one token of generation. A run of three dtypes makes each of these calls
+in two of them.
 The models are {models}.
 
 Most users meet only some of the levels, and kernels have code for several of these together. So {common} further cases
