@@ -26,7 +26,7 @@ class Rows(msgspec.Struct, frozen=True):
     """The rows of an array, their coverage, and the pairs and triples that were found to be impossible."""
 
     rows: list[Row]
-    pairs: int  # the number of rows at the start that complete all pairs; later rows complete triples in smaller cases
+    ends: list[int]  # the number of rows at the end of each part of the array; the parts have cases of other sizes
     coverage: tuple[Coverage, Coverage]  # the coverage of pairs and of triples
     forgotten: list[list[int]]
     claimed: int  # the number of pairs that the claims allow

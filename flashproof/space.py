@@ -746,7 +746,8 @@ class Room:
     """The limits on the cases of a run.
 
     work: the largest batch x heads x queries x keys x (dim + 64) of one case. numbers: the most elements of its four
-    tensors. many: the same limit, for a batch x heads over 65535. cases: the least number of cases. steps: the largest
+    tensors. many: the same limit, for a batch x heads over 65535. usual: the share of work and numbers that most cases
+    have at most; the other cases complete the pairs that need more. cases: the least number of cases. steps: the largest
     time of one case by `steps_of`, where tiles are slow. tiles: the most tiles of scores in one case, where they are
     slow. dims: the head dims. odd: the only odd head dim, for a kernel that is compiled for each. pairs: whether the
     run has as many cases as all pairs need. shows: what each pair needs cases for: one that shows each tensor of the
@@ -760,6 +761,7 @@ class Room:
     numbers: float
     many: float
     cases: int
+    usual: float = 0.5
     steps: float = math.inf
     tiles: float = math.inf
     dims: tuple[str, ...] = tuple(_DIMS)
@@ -794,7 +796,7 @@ _OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS, odd=33, common=F
 # a GPU, their tiles are fast, and cases show each pair.
 _AROUND: tuple[Call, ...] = ("accumulated", "compiled", "default16", "default64", "parallel", "projected", "thread")
 _CASES_OF_FEW = 2  # in each dtype
-_OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, steps=16, tiles=8, shows="any", few=_AROUND)
+_OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, usual=1.0, steps=16, tiles=8, shows="any", few=_AROUND)
 _OF_SLOW_CALLS = replace(_OF_SLOW_SHAPES, cases=60, pairs=False)
 _OF_FEW_TILES = replace(_OF_SLOW_TILES, pairs=False, few=())
 _CASES_OF_A_QUICK_RUN = 60
@@ -820,7 +822,8 @@ def _smaller(room: Room) -> Room:
     The last rows of an array complete few new triples each. If rare levels cost more than that, each row has only one
     of them, and three times as many rows are needed.
     """
-    return replace(room, work=min(room.work, 2.0**23), numbers=2.0**17, many=2.0**17, cases=0, common=False, dense=True)
+    limits = {"work": min(room.work, 2.0**23), "numbers": 2.0**17, "many": 2.0**17, "usual": 1.0}
+    return replace(room, **limits, cases=0, common=False, dense=True)
 
 
 def _smallest(known: Known) -> Case:
@@ -1048,24 +1051,24 @@ class Space:
 
     def built_rows(self) -> Rows:
         """Builds the rows."""
-        covering, rows = self._nothing_covered(), list[Row]()
-        while (self.room.pairs and covering.open_pairs.any()) or len(rows) < self.room.cases:
-            row = covering.next_row()
-            if row is None:
-                break
-            rows.append(row)
-        number, coverage, forgotten = len(rows), covering.coverage, covering.forgotten
-        if self._of_triples:
-            covering = self._of_triples._nothing_covered()
+        rows, ends, coverings = list[Row](), list[int](), list[Covering]()
+        for space in self._parts:
+            coverings.append(covering := space._nothing_covered())
             for row in rows:
                 covering.add(row)
-            while (row := covering.next_row()) is not None:
+            while space._needs_more(covering, len(rows)) and (row := covering.next_row()) is not None:
                 rows.append(row)
-            coverage = coverage[0], covering.coverage[1]
-            forgotten += covering.forgotten
+            ends.append(len(rows))
+        whole = coverings[self._parts.index(self) :]  # what has no room in a small case may have room in another
+        coverage = whole[0].coverage[0], whole[-1].coverage[1]
+        forgotten = [levels for covering in whole for levels in covering.forgotten]
         claimed = _possible_pairs(self.supports, tuple(self.dtypes), self.device)
         common = self._common_rows() if self.room.common else []
-        return Rows(rows, number, coverage, forgotten, claimed, common)
+        return Rows(rows, ends, coverage, forgotten, claimed, common)
+
+    def _needs_more(self, covering: Covering, rows: int) -> bool:
+        """Whether an array of so many rows needs another one: for a pair, for a triple or for the number of cases."""
+        return self.room.dense or rows < self.room.cases or (self.room.pairs and bool(covering.open_pairs.any()))
 
     def case(self, row: Row, number: int) -> Case:
         levels = {factor.name: self.levels[factor.name][level] for factor, level in zip(FACTORS, row, strict=True)}
@@ -1089,15 +1092,24 @@ class Space:
     @cached_property
     def array(self) -> list[Case]:
         """The cases of the covering array."""
-        of_pairs, of_triples = self._rows.pairs, self._of_triples or self
+        rows, starts = self._rows.rows, [0, *self._rows.ends[:-1]]
         return [
-            (self if number < of_pairs else of_triples).case(row, number) for number, row in enumerate(self._rows.rows)
+            space.case(rows[number], number)
+            for space, start, end in zip(self._parts, starts, self._rows.ends, strict=True)
+            for number in range(start, end)
         ]
 
     @cached_property
-    def _of_triples(self) -> "Space | None":
-        """The same space with less room, if a run completes every triple; else None."""
-        return Space(self.supports, self.dtypes, self.device, self.room.triples) if self.room.triples else None
+    def _parts(self) -> list["Space"]:
+        """The same space with the room that each part of the array has, in the order of construction.
+
+        Most cases are small. Then come those for the pairs that do not fit in small cases, and those for triples.
+        """
+        room = self.room
+        small = replace(room, work=room.usual * room.work, numbers=room.usual * room.numbers, usual=1.0)
+        before = [Space(self.supports, self.dtypes, self.device, small)] if room.usual < 1 else []
+        after = [Space(self.supports, self.dtypes, self.device, room.triples)] if room.triples else []
+        return [*before, self, *after]
 
     def _long(self) -> list[Case]:
         """Plain cases of the longest classes, with as many keys as queries, one of them causal."""
