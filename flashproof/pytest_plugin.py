@@ -320,14 +320,17 @@ class Verification:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> object | None:
-        """On a GPU, gives each process whole implementations."""
+        """On a GPU, gives each process whole implementations, except those that are compiled for each call."""
         import torch
 
         if not torch.cuda.is_available() or not self.session.orders:
             return None
+        from flashproof.impls import catalogue
+        from flashproof.loading import load
         from flashproof.scheduling import ByImplementation
 
-        return ByImplementation(config, log)
+        compiled = [name for name in catalogue.names(["*"]) if load(name).slow("cuda") == "call"]
+        return ByImplementation(config, log, spread=compiled)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:

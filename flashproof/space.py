@@ -161,10 +161,11 @@ def rest(length: int) -> str:
     return next(word for word, holds in RESTS.items() if holds(length))
 
 
-def _fitting(length: str, left: str) -> list[int]:
+@cache
+def _fitting(length: str, left: str) -> tuple[int, ...]:
     """The lengths of a class that have this rest. If the class has none, such lengths of all classes."""
-    every = [number for numbers in LENGTHS.values() for number in numbers if RESTS[left](number)]
-    return [number for number in LENGTHS[length] if RESTS[left](number)] or every
+    every = (number for numbers in LENGTHS.values() for number in numbers if RESTS[left](number))
+    return tuple(number for number in LENGTHS[length] if RESTS[left](number)) or tuple(every)
 
 
 def _keys(level: str, fields: Fields, pick: Pick) -> Fields:
@@ -747,14 +748,14 @@ class Room:
 
     work: the largest batch x heads x queries x keys x (dim + 64) of one case. numbers: the most elements of its four
     tensors. many: the same limit, for a batch x heads over 65535. usual: the share of work and numbers that most cases
-    have at most; the other cases complete the pairs that need more. cases: the least number of cases. steps: the largest
-    time of one case by `steps_of`, where tiles are slow. tiles: the most tiles of scores in one case, where they are
-    slow. dims: the head dims. odd: the only odd head dim, for a kernel that is compiled for each. pairs: whether the
-    run has as many cases as all pairs need. shows: what each pair needs cases for: one that shows each tensor of the
-    answer, one that shows the forward and one that shows the backward, or one that may show neither. common: whether
-    the run has every combination of four common levels. triples: the room of the further cases, which complete every
-    triple that fits in that room. dense: whether each row completes as many triples as it can: levels cost little. few:
-    the ways of calling of which a run has a few cases, and not all pairs.
+    have at most; the other cases complete the pairs that need more. cases: the least number of cases. steps: the
+    largest time of one case by `steps_of`, where tiles are slow. tiles: the most tiles of scores in one case, where
+    they are slow. dims: the head dims. odd: the only odd head dim, for a kernel that is compiled for each. pairs:
+    whether the run has as many cases as all pairs need. shows: what each pair needs cases for: one that shows each
+    tensor of the answer, one that shows the forward and one that shows the backward, or one that may show neither.
+    common: whether the run has every combination of four common levels. triples: the room of the further cases, which
+    complete every triple that fits in that room. dense: whether each row completes as many triples as it can: levels
+    cost little. few: the ways of calling of which a run has a few cases, and not all pairs.
     """
 
     work: float
@@ -797,7 +798,7 @@ _OF_SLOW_SHAPES = replace(_OF_A_GPU, cases=120, dims=_FEW_DIMS, odd=33, common=F
 _AROUND: tuple[Call, ...] = ("accumulated", "compiled", "default16", "default64", "parallel", "projected", "thread")
 _CASES_OF_FEW = 2  # in each dtype
 _OF_SLOW_TILES = replace(_OF_SLOW_SHAPES, work=2.0**24, usual=1.0, steps=16, tiles=8, shows="any", few=_AROUND)
-_OF_SLOW_CALLS = replace(_OF_SLOW_SHAPES, cases=60, pairs=False)
+_OF_SLOW_CALLS = replace(_OF_SLOW_SHAPES, cases=40, pairs=False)
 _OF_FEW_TILES = replace(_OF_SLOW_TILES, pairs=False, few=())
 _CASES_OF_A_QUICK_RUN = 60
 
@@ -822,8 +823,8 @@ def _smaller(room: Room) -> Room:
     The last rows of an array complete few new triples each. If rare levels cost more than that, each row has only one
     of them, and three times as many rows are needed.
     """
-    limits = {"work": min(room.work, 2.0**23), "numbers": 2.0**17, "many": 2.0**17, "usual": 1.0}
-    return replace(room, **limits, cases=0, common=False, dense=True)
+    room = replace(room, work=min(room.work, 2.0**23), numbers=2.0**17, many=2.0**17, usual=1.0)
+    return replace(room, cases=0, common=False, dense=True)
 
 
 def _smallest(known: Known) -> Case:
@@ -1056,8 +1057,8 @@ class Space:
             coverings.append(covering := space._nothing_covered())
             for row in rows:
                 covering.add(row)
-            while space._needs_more(covering, len(rows)) and (row := covering.next_row()) is not None:
-                rows.append(row)
+            while space._needs_more(covering, len(rows)) and (new := covering.next_row()) is not None:
+                rows.append(new)
             ends.append(len(rows))
         whole = coverings[self._parts.index(self) :]  # what has no room in a small case may have room in another
         coverage = whole[0].coverage[0], whole[-1].coverage[1]
@@ -1141,11 +1142,13 @@ class Space:
     def _few(self) -> list[Case]:
         """The cases of the calls that do not meet all pairs: cases of the array, called in another way."""
         calls = [call for call in self.room.few if self.supports.backward for _ in range(_CASES_OF_FEW)]
-        found = []
+        found = list[Case]()
+        if not calls:
+            return found
         for dtype in self.dtypes:
             alike = [case for case in self.array if case.dtype == dtype and case.backward and case.wanted == "all"]
             alike = [case for case in alike if case.call != "autocast"]
-            step = max(1, len(alike) // (len(calls) or 1))
+            step = max(1, len(alike) // len(calls))
             chosen = cycle(alike[step // 2 :: step])
             found += [replace(case, call=call) for call, case in zip(calls, chosen, strict=False)]
         return found

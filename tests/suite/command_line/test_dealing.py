@@ -66,3 +66,17 @@ def test_on_a_gpu_each_process_gets_whole_implementations() -> None:
     scheduler.schedule()
     assert tests[2] in new.given + other.given
     assert tests[1] not in new.given + other.given
+
+
+def test_checks_of_a_kernel_that_is_compiled_for_each_call_go_to_any_process() -> None:
+    """Two processes share the checks of one implementation and dtype, if it is named."""
+    tests = [f"t.py::test_{check}[a-float32-cuda]" for check in "uvwxyz"]
+    config: Any = SimpleNamespace(getvalue=lambda name: ["2*popen"], option=SimpleNamespace(loadscopereorder=True))
+    scheduler = ByImplementation(config, spread=["a"])
+    scheduler.numnodes = 2
+    processes = [Process(tests), Process(tests)]
+    for process in processes:
+        scheduler.add_node(process)
+        scheduler.add_node_collection(process, tests)
+    scheduler.schedule()
+    assert all(process.given for process in processes)
