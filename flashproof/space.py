@@ -1133,7 +1133,12 @@ class Space:
         found = [Case.parse(f"{line} {dtype}") for line in PLAIN_CASES for dtype in self.dtypes]
         found = [case for case in found if (case.call, case.dtype) != ("autocast", "float32")]
         if not self.room.is_of_slow_tiles:
-            found += [Case.parse(f"{line} {dtype}") for line in LARGE_CASES for dtype in self.dtypes]
+            found += [
+                Case.parse(f"{line} {dtype}")
+                for number, line in enumerate(LARGE_CASES)
+                for place, dtype in enumerate(self.dtypes)
+                if len(self.dtypes) < len(DTYPES) or place != number % len(DTYPES)
+            ]
             found += [case for case in map(Case.parse, LONGER_CASES) if case.dtype in self.dtypes]
             found += self._long() + self._models()
         found += self._few()
@@ -1187,7 +1192,7 @@ class Space:
     def _models(self) -> list[Case]:
         """The attention shapes of models, as training and inference call them.
 
-        These cases take long. If a run has three dtypes, each call of a model is made in two of them.
+        These cases take long. If a run has three dtypes, each call of a model is made in one of them.
         """
         shapes = [(dtype, *shape) for shape in MODELS.values() for dtype in self.dtypes]
         dtypes = len(self.dtypes)
@@ -1195,8 +1200,8 @@ class Space:
         for number, (dtype, heads, kv_heads, dim) in enumerate(shapes):
             model = Case(heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, seed=number)
             calls = _calls_of_model(model, number, number // dtypes)
-            left_out = (number + number // dtypes) % dtypes if dtypes == len(DTYPES) else None
-            found += [call for place, call in enumerate(calls) if place % dtypes != left_out]
+            turn = number + number // dtypes
+            found += [call for place, call in enumerate(calls) if dtypes < len(DTYPES) or (place + turn) % dtypes == 0]
         return found
 
     @property
