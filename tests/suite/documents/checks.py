@@ -43,7 +43,7 @@ The cases have all {pairs} pairs, and {share} % of the {triples} triples.
 
 A few cases of plain numbers are added to the array, because a bias is easiest to see in them. Such a kernel is also
 called as models call it, for training and for one token of generation. A run of three dtypes makes each of these calls
-in two of them.
+in one of them.
 The models are {models}.
 
 Most users meet only some of the levels, and kernels have code for several of these together. So {common} further cases
