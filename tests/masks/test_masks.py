@@ -147,7 +147,7 @@ b1 h1 q140 k70 d64 causal-br
 SLOW_TWINS = """
 b1 h1 q70 k195 d64 causal-br
 b1 h1 q70 k196 d64 causal-br
-b1 h1 q33 k33 d64 causal-br
+b1 h1 q100 k100 d64 causal-br
 """
 
 
