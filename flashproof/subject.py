@@ -481,12 +481,13 @@ class Subject:
         return Explained(question or other, words, failing, other)
 
     def _question(self, verdicts: list[Judged], answer: Answer, case: Case, given: Inputs | None) -> str:
-        """The other question that the wrong tensors of an answer are right for, in words."""
+        """The other question that the wrong tensors of an answer are right for, in words. The CPU looks for it."""
         if case.heads // case.kv_heads * case.queries * case.keys > ASKED_ABOUT:
             return ""
-        problem, claim = (given or inputs(case, self.device)).problem(case), self.claim(case)
+        problem, claim = (given.on_cpu() if given else inputs(case)).problem(case), self.claim(case)
         truth = judging.truth_of(answer, case, claim, given)
-        return questions.answered(problem, answer.tensors, verdicts, truth, claim)
+        tensors = {name: tensor.cpu() for name, tensor in answer.tensors.items()}
+        return questions.answered(problem, tensors, verdicts, truth, claim)
 
     def _failing(self, case: Case) -> Answered | None:
         """The verdicts on a case that fails, and its answer. Calls the kernel again. None if it passes now."""

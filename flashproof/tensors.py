@@ -45,6 +45,17 @@ class Inputs:
             dropout=Dropout(case.dropout, dropout_seed(case)),
         )
 
+    def on_cpu(self) -> "Inputs":
+        """The same tensors, moved to the CPU."""
+        blocks = self.block_mask
+        return Inputs(
+            self.query.cpu(),
+            self.key.cpu(),
+            self.value.cpu(),
+            self.dout.cpu(),
+            blocks if blocks is None else blocks.cpu(),
+        )
+
 
 def tensors_of(inputs: Inputs) -> tuple[Tensor, ...]:
     """Query, key, value and output gradient, and the block mask if there is one."""

@@ -144,6 +144,7 @@ b1 h1 q140 k70 d64 causal-br
 """
 
 
+# Fewer of them, for kernels with slow tiles. The last one has two tiles of queries, as a known fault needs.
 SLOW_TWINS = """
 b1 h1 q70 k195 d64 causal-br
 b1 h1 q70 k196 d64 causal-br

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashproof import coarser, judging, miscounted, questions
 from flashproof.cases import Case
-from flashproof.impls.spec import arithmetic_of_callables
+from flashproof.impls.spec import Device, arithmetic_of_callables
 from flashproof.reports import wording
 from flashproof.reports.record import Judgement, Record
 from flashproof.signatures import of_callable
@@ -85,24 +85,27 @@ SAID: dict[Callable[..., Tensor], tuple[str, str]] = {
 }
 
 
-def failures(kernel: Callable[..., Tensor], line: str, note: str = "") -> list[Judgement]:
-    """Runs a check that judges one case twice. Returns its failures."""
+def failures(
+    kernel: Callable[..., Tensor], line: str, note: str = "", device: Device = "cpu", *, gives: bool = False
+) -> list[Judgement]:
+    """Runs a check that judges one case twice. Returns its failures. gives: whether the check passes the tensors."""
     case, records = Case.parse(f"b1 h2 q40 d32 {line}"), list[Record]()
     implementation = of_callable(kernel, kernel.__name__)
     subject = Subject(
         implementation,
         case.dtype,
-        "cpu",
+        device,
         "accuracy/forward",
         space_of(implementation),
         [case],
         run="",
         emit=records.append,
     )
+    given = inputs(case, device) if gives else None
     for _ in range(2):
-        answer = subject.attend(case, backward=True)
+        answer = subject.attend(case, backward=True, given=given)
         assert answer is not None
-        subject.judge_answer(answer, case, ALL, note=note)  # type: ignore[arg-type]
+        subject.judge_answer(answer, case, ALL, note=note, given=given)  # type: ignore[arg-type]
     return subject.failures
 
 
@@ -147,6 +150,15 @@ def test_the_first_failure_names_the_question(kernel: Callable[..., Tensor]) -> 
     others = {failure.case for failure in found[1:] if words in failure.message}
     assert len(others) <= 1  # only the first failure names the question, and the simplest case
     assert not others or f"the simplest case that fails: {others.pop()}" in found[0].message
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gives", [False, True])
+def test_a_failure_on_a_gpu_names_the_question(*, gives: bool) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("CUDA: no device")
+    found = failures(no_mask, "causal", device="cuda", gives=gives)
+    assert "this is the answer without the causal mask" in found[0].message
 
 
 def test_what_a_check_says_stands_beside_the_question() -> None:

@@ -1,6 +1,7 @@
 """How a run distributes its tests to its processes, and that these share one Triton cache."""
 
 import os
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,20 +42,26 @@ class Process:
         self.shutting_down = True
 
 
+def dealt(processes: list[Process], spread: Collection[str] = ()) -> ByImplementation:
+    """A scheduler that has dealt the tests of these processes to them."""
+    config: Any = SimpleNamespace(getvalue=lambda name: ["2*popen"], option=SimpleNamespace(loadscopereorder=True))
+    scheduler = ByImplementation(config, spread=spread)
+    scheduler.numnodes = len(processes)
+    for process in processes:
+        scheduler.add_node(process)
+        scheduler.add_node_collection(process, process.tests)
+    scheduler.schedule()
+    return scheduler
+
+
 def test_on_a_gpu_each_process_gets_whole_implementations() -> None:
     """A process that dies in a test leaves the others of its implementation to the next one, and not that test."""
     tests = [
         f"t.py::test_{name}[{target}-cuda]" for target in ("a-float32", "b-float32", "b-float16") for name in "xyz"
     ]
     tests.append("suite.py::test_own")
-    config: Any = SimpleNamespace(getvalue=lambda name: ["2*popen"], option=SimpleNamespace(loadscopereorder=True))
-    scheduler = ByImplementation(config)
-    scheduler.numnodes = 2
     one, other, new = (Process(tests) for _ in range(3))
-    for process in (one, other):
-        scheduler.add_node(process)
-        scheduler.add_node_collection(process, tests)
-    scheduler.schedule()
+    scheduler = dealt([one, other])
     assert one.given[:3] == tests[:3]
     assert other.given[:3] == tests[3:6]
     scheduler.mark_test_complete(one, 0)
@@ -71,12 +78,9 @@ def test_on_a_gpu_each_process_gets_whole_implementations() -> None:
 def test_checks_of_a_kernel_that_is_compiled_for_each_call_go_to_any_process() -> None:
     """Two processes share the checks of one implementation and dtype, if it is named."""
     tests = [f"t.py::test_{check}[a-float32-cuda]" for check in "uvwxyz"]
-    config: Any = SimpleNamespace(getvalue=lambda name: ["2*popen"], option=SimpleNamespace(loadscopereorder=True))
-    scheduler = ByImplementation(config, spread=["a"])
-    scheduler.numnodes = 2
     processes = [Process(tests), Process(tests)]
-    for process in processes:
-        scheduler.add_node(process)
-        scheduler.add_node_collection(process, tests)
-    scheduler.schedule()
+    dealt(processes)
+    assert not all(process.given for process in processes)
+    processes = [Process(tests), Process(tests)]
+    dealt(processes, spread=["a"])
     assert all(process.given for process in processes)
