@@ -32,7 +32,7 @@ from flashproof.sandbox.worker import Worker
 from flashproof.selection import Selection, parse_cases
 from flashproof.settings import FOLDER, Settings
 from flashproof.space import GRADIENTS, Space
-from flashproof.subject import Subject
+from flashproof.subject import ENDED_BY, Subject
 from flashproof.targets import Loaded, Target
 from flashproof.words import parse_device, parse_dtypes
 
@@ -43,7 +43,6 @@ PROCESSES_ON_A_GPU = 16  # processes that share one GPU; they spend most of thei
 SIMPLIFIED = 6  # failing checks of an implementation in a process; the cases of later ones are simplified briefly
 SIMPLIFYING_LATE = 0.3  # seconds for each of these
 NOT_ANSWERED = "not run: {} answers no call"
-ENDED_BY = "the check was ended by "  # the start of the message of a check that is itself at fault
 OTHER_PLACE = "give another place by --report or --records, or in [tool.flashproof] of pyproject.toml"
 
 Role = Literal["main", "process", "worker"]  # process: of pytest-xdist; worker: of the pool

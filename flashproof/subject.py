@@ -49,6 +49,7 @@ SLOW = 0.1  # seconds
 LONG = 384  # queries; after a shorter sequence, the next one never takes long
 REPETITIONS = 16  # repetitions of a call whose bits may vary from run to run
 ASKED_ABOUT = 2**21  # scores of a key head; with more, no other question is searched: each takes an oracle
+ENDED_BY = "the check was ended by "  # the start of the message of a check that is itself at fault
 WITHOUT_GRADIENT = "the output carries no gradient"
 NO_GRADIENT = "the output carries no gradient, although backward is claimed"
 Result = TypeVar("Result")
@@ -380,10 +381,9 @@ class Subject:
         return msgspec.structs.replace(about, case="")
 
     def ended_by(self, error: Exception) -> Judgement:
-        """The judgement to record if an exception ends the check itself, as a call that damaged its process may."""
-        return msgspec.structs.replace(
-            self.unfinished(), message=f"the check was ended by {type(error).__name__}: {error}"
-        )
+        """The judgement to record if an exception ends the check itself. It is never a known defect of the kernel."""
+        about = self._judgement(Case(), "failed", message=f"{ENDED_BY}{type(error).__name__}: {error}")
+        return msgspec.structs.replace(about, case="")
 
     def _emit(self, case: Case, status: Status, **fields: object) -> None:
         self.emit(self._judgement(case, status, **fields))

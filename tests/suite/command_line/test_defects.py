@@ -17,6 +17,17 @@ ENTRY = {
     "link": '"https://example.org/1"',
 }
 
+BROKEN_CHECK = '''
+from flashproof import Subject, check, grids
+
+
+@check("stability", grid=grids.lines("b1 h2 q20 k20 d16"))
+def test_sinks(subject: Subject) -> None:
+    """Raises after the kernel has failed."""
+    subject.judge(subject.cases[0])
+    raise LookupError("no such tile")
+'''
+
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -101,6 +112,19 @@ def test_a_defect_that_is_gone(project: Path) -> None:
     assert "\na known defect is gone: contract/answers passes mine.py:right in float32 on cpu\nremove" in said
     assert "from known.toml, entry 1\n" in said
     assert "XPASS" not in said
+
+
+def test_an_exception_is_no_defect(project: Path) -> None:
+    """A known defect is expected, but not an exception that ends its check: the check itself is then at fault."""
+    (project / "known.toml").write_text(entry(implementation='"mine.py:wrong"', checks='["stability/sinks"]'))
+    check, words = project / "test_sinks.py", ["--impl", "mine.py:wrong", "--dtype", "float32"]
+    check.write_text(BROKEN_CHECK)
+    status, said = run(project, *words, "test_sinks.py", module="pytest")
+    assert status == 1
+    assert "the check was ended by LookupError: no such tile" in said
+    assert "1 failed" in said
+    check.write_text(BROKEN_CHECK.replace("    raise", "    # raise"))
+    assert "1 xfailed" in run(project, *words, "test_sinks.py", module="pytest")[1]
 
 
 def test_a_defect_of_some_cases(project: Path) -> None:
