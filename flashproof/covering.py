@@ -131,8 +131,8 @@ class Covering:
 
     def _wanted(self) -> list[int] | None:
         """A pair that no row contains yet, or else a triple. None if both are complete."""
-        open_pairs = self._open_pairs.sum(axis=0)
-        if open_pairs.any():
+        if self._open_pairs.any():
+            open_pairs = self._open_pairs.sum(axis=0)
             left = open_pairs.sum(axis=1)
             one = int(left.argmax())
             return [one, int((open_pairs[one] * (left + 1)).argmax())]

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from functools import lru_cache
 from types import TracebackType
 from typing import IO
 
@@ -231,6 +232,7 @@ class CaseDisplay(Display):
         self.console.print(table)
 
 
+@lru_cache(8)  # the tensors of a case come together
 def _is_normal(line: str) -> bool:
     """Whether a case has normal numbers that differ from one another, and every query sees several keys."""
     case, plain = Case.parse(line), Case()

@@ -104,10 +104,10 @@ def _classes(name: str, classes: Mapping[str, Sequence[int]], field: str, of: Ca
 
 def _of_tensor(name: str, place: int, field: str, words: Mapping[str, Any]) -> Factor:
     """A factor for one entry of `layouts` or of `offsets`."""
-    names = {value: word for word, value in words.items()}
+    names, plain = {value: word for word, value in words.items()}, getattr(Case(), field)
 
     def draw(level: str, fields: Fields, pick: Pick) -> Fields:
-        before = fields.get(field, getattr(Case(), field))
+        before = fields.get(field, plain)
         return {field: (*before[:place], words[level], *before[place + 1 :])}
 
     return Factor(name, tuple(words), lambda case: names[getattr(case, field)[place]], draw)

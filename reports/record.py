@@ -337,8 +337,12 @@ def append(path: Path, record: Record) -> None:
 
     One write holds the whole line, so a crash between two writes leaves every earlier line readable.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as file:
+    try:
+        file = path.open("ab", buffering=0)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab", buffering=0)
+    with file:
         file.write(encode(record) + b"\n")
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Literal, NoReturn, Protocol
@@ -59,6 +60,11 @@ class Job:
     current: str = ""  # the line of the case that a kernel received last
     deaths: int = 0
     blocks: list[str] = field(default_factory=list)  # failures of workers that died, in words
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """The place of each case in the list; a run asks for it at every call."""
+        return {line: place for place, line in reversed([*enumerate(self.cases)])}
 
 
 @dataclass(frozen=True)
@@ -304,7 +310,7 @@ class Pool:
                 self.run_of.record(msgspec.json.decode(str(content), type=Record))
             case "given":
                 worker.calling, job.current = True, str(content)
-                job.reached = job.cases.index(job.current) if job.current in job.cases else job.reached
+                job.reached = job.places.get(job.current, job.reached)
             case "returned":
                 worker.calling = False
                 self.slowest[job.owner] = max(self.slowest.get(job.owner, 0.0), silent)
