@@ -26,7 +26,7 @@ SPACE = """
 A case is a point in a space of factors. A factor has levels. A level is a value for which a kernel may have its own
 code. The checks that are named after a way of calling share one covering array of the space. The array has every pair
 of levels that the claims allow, and that a run has room for, in some case. `--thorough` adds every triple of levels
-that fits in cases of an eighth of the work.
+that fits in cases of a quarter of the size.
 
 Some levels hide the faults of others in some tensors of the answer. A call without a backward shows no gradient.
 Values of zero make out, dQ and dK zero. A scale of zero makes dQ and dK zero. So a pair needs a case for each tensor
