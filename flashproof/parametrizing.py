@@ -65,7 +65,7 @@ def arrange(session: Session, config: pytest.Config, items: list[pytest.Item]) -
         if target.missing:
             item.add_marker(pytest.mark.skip(reason=target.missing))
         elif defect := session.defect(check, target):
-            # Any other exception than that of pytest.fail is a fault of the check, and no known defect.
+            # A check calls pytest.fail for a failure of the kernel. Any other exception is a fault of the check itself.
             words, raised = f"{defect.seen} ({defect.link})", pytest.fail.Exception
             item.add_marker(pytest.mark.xfail(reason=words, raises=raised, strict=True))
 

@@ -818,11 +818,11 @@ def room_of(implementation: Implementation, device: Device, effort: Effort = "de
 
 
 def _smaller(room: Room) -> Room:
-    """The room of the cases that complete triples: many times as many, each with about a quarter of work and numbers.
+    """The room of the cases that complete triples. It has about a quarter of the work and of the numbers.
 
     The last rows of an array complete few new triples each. If rare levels cost more than that, each row has only one
-    of them, and three times as many rows are needed. With twice the numbers, there are as many rows, because most rows
-    are as large as they may be, and 3 % more triples fit.
+    of them, and three times as many rows are needed. A room of twice the numbers needs as many rows, and each row takes
+    longer. It has 3 % more triples.
     """
     room = replace(room, work=min(room.work, 2.0**23), numbers=2.0**16, many=2.0**16, usual=1.0)
     return replace(room, cases=0, common=False, dense=True)

@@ -375,15 +375,16 @@ class Subject:
 
     def unfinished(self) -> Judgement:
         """The judgement to record if this process dies in the check. Its case and message are added then."""
-        about = self._judgement(
-            Case(), "known defect" if self.defect else "failed", link=self.defect.link if self.defect else ""
+        return self._of_no_case(
+            "known defect" if self.defect else "failed", link=self.defect.link if self.defect else ""
         )
-        return msgspec.structs.replace(about, case="")
 
     def ended_by(self, error: Exception) -> Judgement:
         """The judgement to record if an exception ends the check itself. It is never a known defect of the kernel."""
-        about = self._judgement(Case(), "failed", message=f"{ENDED_BY}{type(error).__name__}: {error}")
-        return msgspec.structs.replace(about, case="")
+        return self._of_no_case("failed", message=f"{ENDED_BY}{type(error).__name__}: {error}")
+
+    def _of_no_case(self, status: Status, **fields: object) -> Judgement:
+        return msgspec.structs.replace(self._judgement(Case(), status, **fields), case="")
 
     def _emit(self, case: Case, status: Status, **fields: object) -> None:
         self.emit(self._judgement(case, status, **fields))

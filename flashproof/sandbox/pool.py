@@ -63,7 +63,7 @@ class Job:
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """The place of each case in the list; a run asks for it at every call."""
+        """The place of each case in the list. The pool asks for it at every call of a kernel."""
         return {line: place for place, line in reversed([*enumerate(self.cases)])}
 
 
